@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import signal
 import sys
@@ -43,6 +44,10 @@ def begin() -> bool:
             os.open(os.devnull, os.O_RDWR)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  it stays open
+    if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):
+        # PYTHONUNBUFFERED or -u: what a short write leaves (a full disk, a pipe) would be lost without a word
+        fd, encoding, errors = sys.stdout.fileno(), sys.stdout.encoding, sys.stdout.errors
+        sys.stdout = open(fd, "w", 1, encoding, errors, closefd=False)  # noqa: SIM115  it stays open
     os.umask(os.umask(0o077) & ~_OWNER)  # what a program makes, it can open
     quiet()
     return True
@@ -77,7 +82,7 @@ def why(error: OSError) -> str:
         return f"{where}{text}; raise `ulimit -n`"
     if not where and error.errno == errno.EPIPE:
         return "nobody reads its output any more"
-    if not where and error.errno in (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EFBIG, errno.EDQUOT):
+    if not where and error.errno in (errno.EAGAIN, errno.ENOSPC, errno.EBADF, errno.EIO, errno.EFBIG, errno.EDQUOT):
         return f"its output cannot be written: {text}"
     return f"{where}{text}"
 

@@ -15,7 +15,7 @@ from refitd.describe.layout import row_major
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.tiles import Tile
 from refitd.dtypes import element_size
-from refitd.errors import CheckpointError, DeadlineExceeded
+from refitd.errors import CheckpointError, DeadlineExceeded, RefusedError
 
 WAIT_S = 60.0
 POLL_S = 0.1  # interval between looks at whether others have published
@@ -58,7 +58,8 @@ def publish_checkpoint(
     is valid and has been read.
 
     Args:
-        client: a separate session (`refitd.connect`); close it afterwards.
+        client: a session of its own (`refitd.connect`), closed afterwards: until then the checkpoint is an attached
+            source, which no other checkpoint or trainer replaces.
         model: the name that engines use.
         path: the folder.
         version: the version's number; None: the next one.
@@ -82,6 +83,11 @@ def publish_checkpoint(
     from refitd.checkpoints.reading import Mapped
 
     began = time.monotonic()
+    if any(held.member.startswith(f"{model}/source:{rank}@") for held in client._registered):
+        raise RefusedError(
+            f"model {model!r}: this client holds its source rank {rank}; close the client, whose versions stay, and "
+            "publish with another (refitd.connect)"
+        )
     checkpoint = part_of(read_checkpoint(Path(path), prefix), rank, world_size)
     total = checkpoint.nbytes
     done = 0

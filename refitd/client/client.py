@@ -99,8 +99,9 @@ class Client(ArenaMemory, Operations):
             slots: the number of versions to keep; each slot takes one shard's size of this node's memory.
             pull: how lent tensors outside arenas travel. True: the workers read this process's memory. False: this
                 process copies them once. None: the faster way, by a measurement at the first lend.
-            cast: offer float32, bfloat16 and float16 tensors as this floating type ("bfloat16"). They are converted
-                when a version is published (round to nearest even), and never lent.
+            cast: offer floating tensors as this type: float32 as "bfloat16" or "float16", or these as "float32". They
+                are converted when a version is published (round to nearest even), and never lent. float64 and float8
+                stay as they are; bfloat16 as "float16", or the reverse, is refused.
             mxfp8: tensors that are also, or only, offered in MXFP8, which halves the bytes for targets that take it.
                 They are converted when a version is published, and never lent.
             partial: all source ranks together offer only a part of what targets hold (frozen weights are left out).

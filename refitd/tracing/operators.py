@@ -60,6 +60,10 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(list(values.values()))
 
 
-def is_written(argument: Any) -> bool:
-    """Return whether an operator writes this argument of its schema."""
-    return argument.alias_info is not None and argument.alias_info.is_write
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operator writes, in the order of its schema: in place, in lists, and to `out=`."""
+    found: list[torch.Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))
+    return found

@@ -24,7 +24,7 @@ from refitd.tracing.memory import (
     view_of,
     walk_through,
 )
-from refitd.tracing.operators import HARMLESS, LAZY, SAME, is_lossless, is_written, tensors_in, without_values
+from refitd.tracing.operators import HARMLESS, LAZY, SAME, is_lossless, tensors_in, without_values, written_by
 
 aten = torch.ops.aten
 
@@ -85,8 +85,10 @@ class Tracer(TorchDispatchMode):
         """Follow one operator."""
         kwargs = kwargs or {}
         tensors = list(tensors_in((args, kwargs)))
-        writes = [a for a, arg in zip(args, func._schema.arguments, strict=False) if is_written(arg)]
-        target = writes[0] if writes and isinstance(writes[0], torch.Tensor) else None
+        writes = written_by(func, args, kwargs)
+        if [id(write) for write in writes] not in ([], [id(args[0])] if args else []):
+            return self._overwrite(func, writes, tensors) if any(map(self._is_ours, tensors)) else func(*args, **kwargs)
+        target = writes[0] if writes else None
         if target is not None and self._is_ours(target):
             return self._write(func, target, args, kwargs)
         if not any(self._is_ours(t) for t in tensors):
@@ -297,6 +299,19 @@ class Tracer(TorchDispatchMode):
             others = frozenset().union(*(self._names(t) for t in tensors_in((args, kwargs))))
             self._compute(target, others)
         return target
+
+    def _overwrite(self, func: Any, writes: list[torch.Tensor], tensors: list[torch.Tensor]) -> Any:
+        """Note an operator that writes to `out=`, to a list or to several tensors: they are not followed further."""
+        returns = func._schema.returns
+        sources = frozenset().union(*(self._names(t) for t in tensors))
+        if any(returned.alias_info is None for returned in returns):
+            raise PlanError(f"the loader calls {func}, which is not followed, with {', '.join(sorted(sources)[:5])}")
+        for target in writes:
+            if not self._is_ours(target):
+                self._adopt(target)
+            self._compute(target, sources)
+        given = tuple(writes[len(writes) - len(returns) :])
+        return given[0] if len(given) == 1 else given or None
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if not target.numel():

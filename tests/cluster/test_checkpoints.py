@@ -71,6 +71,17 @@ def halves(client: Client, model: dict[str, torch.Tensor]) -> list[refitd.Source
     ]
 
 
+def test_a_client_that_holds_one_checkpoint_is_told_why_it_cannot_publish_the_next(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "given", {"w": torch.ones(3)})
+    with daemon.connect() as client:
+        refitd.publish_checkpoint(client, "policy", folder)
+        with pytest.raises(refitd.RefusedError, match="this client holds its source rank 0; close the client"):
+            refitd.publish_checkpoint(client, "policy", folder)
+    assert publish(daemon, folder) == 1  # nobody has served it
+
+
 def test_what_was_published_and_swapped_is_saved_byte_for_byte(daemon: Daemon, tmp_path: Path) -> None:
     model = shards.whole(1) | KINDS
     given = folder_of(tmp_path / "given", model)

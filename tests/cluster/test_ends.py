@@ -60,6 +60,19 @@ def test_output_that_cannot_be_written_is_one_line_and_exit_1(shared_daemon: Dae
         found.said("refitctl: ", *words)
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_of_which_a_part_is_written_is_no_success(tmp_path: Path, unbuffered: str) -> None:
+    with (tmp_path / "help").open("w") as small:
+        found = ran(
+            [*CTL, "-h"],
+            stdout=small,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
+        )
+    assert found.status == 1 and (tmp_path / "help").stat().st_size == 1000
+    found.said("refitctl: its output cannot be written: File too large")
+
+
 def test_reader_that_leaves_ends_a_command_with_one_line(shared_daemon: Daemon) -> None:
     for command in (["status"], ["watch", "--interval", "0.1"], ["doctor", "--json"]):
         read, write = os.pipe()

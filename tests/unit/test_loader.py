@@ -423,3 +423,27 @@ def test_writes_over_one_another_are_what_is_left_of_them_or_refused(writes: lis
         return
     if trace.metadata:
         assert not (params["w"] == 99.0).any(), "what the loader leaves is not declared"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: torch.mul(w, 2, out=w),
+        lambda w: torch._foreach_mul_([w], 2),
+        lambda w: torch.aminmax(torch.ones(4, 3), dim=0, out=(w[0], w[1])),
+        lambda w: torch._foreach_copy_([torch.empty(4, 3), w], [torch.ones(4, 3), torch.ones(4, 3)]),
+    ],
+)
+def test_writes_to_out_and_to_lists_are_seen(change: Callable[[torch.Tensor], object]) -> None:
+    params = {"w": torch.zeros(4, 3), "cat": torch.zeros(8, 3), "scratch": torch.zeros(4, 3)}
+
+    def load(weights: Weights) -> None:
+        for _, weight in weights:
+            params["w"].copy_(weight)
+            change(params["w"])
+            assert torch.cat([weight, weight], out=params["cat"]) is params["cat"]
+            params["scratch"].copy_(torch.neg(weight, out=torch.empty(4, 3)))
+
+    trace = trace_loader(params, load, {"w": ((4, 3), torch.float32)})
+    assert trace.computed == dict.fromkeys(params, ("w",)) and not trace.metadata
+    assert not any(tensor.any() for tensor in params.values())
