@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from refitd.errors import RefusedError
 from refitd.offline.measured import cluster_of, rounds_of, speeds_of, to_toml
-from refitd.protocol.reports import CableRate, CableReport, CableSpeed
+from refitd.protocol.cable_reports import CableRate, CableReport, CableSpeed
 from refitd_cli.output import print_table, size
 from refitd_cli.session import ControlClient
 

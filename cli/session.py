@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 import click
 
+from refitd.protocol.cable_reports import CablesMeasured
 from refitd.protocol.reports import (
-    CablesMeasured,
     DrainReport,
     EvictReport,
     ForgetReport,

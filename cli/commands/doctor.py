@@ -18,7 +18,7 @@ from refitd_cli.output import print_json, print_table, say, to_json
 from refitd_cli.session import Session, address_option, json_option
 
 if TYPE_CHECKING:
-    from refitd.protocol.reports import CableRate
+    from refitd.protocol.cable_reports import CableRate
 
 
 class DoctorFound(msgspec.Struct, frozen=True):

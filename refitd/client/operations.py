@@ -12,8 +12,8 @@ from refitd.client.arguments import MAX_SMALL, flag, hook, seconds, text, whole
 from refitd.errors import DeadlineExceeded, RefusedError
 from refitd.protocol import local
 from refitd.protocol.base import MAX_TEXT_BYTES
+from refitd.protocol.cable_reports import CablesMeasured
 from refitd.protocol.reports import (
-    CablesMeasured,
     DrainReport,
     EvictReport,
     ForgetReport,

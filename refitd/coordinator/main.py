@@ -36,7 +36,7 @@ from refitd.coordinator.state import CoordinatorState
 from refitd.errors import CommitError, ConfigError, PlanError, ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle, setup
-from refitd.metrics import keep_apart
+from refitd.metrics import opened
 from refitd.plan.remembered import Remembered
 from refitd.protocol import cluster
 from refitd.protocol.background import LARGE_FRAME, BackgroundThread
@@ -383,16 +383,10 @@ def _unpacked(request: int, message: cluster.DescribeShard) -> tuple[int, cluste
     return request, message, unpack_shard(message.packed, message.digest)
 
 
-def _monitor(config: Config, log: EventLog) -> CoordinatorMonitor | None:
-    """Open the metrics endpoint; None if there is to be none, and then nothing of it is imported."""
-    if config.metrics.address is None:
-        return None
-    keep_apart()
+def _monitor(config: Config, address: tuple[str, int]) -> CoordinatorMonitor:
     from refitd.coordinator.metrics import CoordinatorMonitor
 
-    monitor = CoordinatorMonitor(config, config.metrics.address)
-    log("metrics", endpoint=monitor.endpoint)
-    return monitor
+    return CoordinatorMonitor(config, address)
 
 
 def _check_single(config: Config, with_parent: bool) -> None:
@@ -437,7 +431,7 @@ def run(config: Config, *, with_parent: bool = False) -> int:
     wakeup_r, wakeup_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(wakeup_w, warn_on_full_buffer=False)
     told = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    monitor = _monitor(config, log)
+    monitor = opened(config.metrics.address, partial(_monitor, config), log)
     manager = None if with_parent else service.ServiceManager()  # a child's is its daemon's
     try:
         while not stop:

@@ -15,7 +15,7 @@ from refitd.coordinator.models import Models, Waiter
 from refitd.errors import RefusedError, TransportError
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message, clipped
-from refitd.protocol.reports import CableRate, CablesMeasured
+from refitd.protocol.cable_reports import CableRate, CablesMeasured
 
 # Messages so short that a slow cable carries several a second. Each worker has four in flight with each other one.
 MESSAGE_BYTES = 256 << 10

@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ from refitd.daemon.workers import Workers
 from refitd.errors import ArenaError, ConfigError, DeadlineExceeded, ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle, setup
-from refitd.metrics import keep_apart
+from refitd.metrics import opened
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.background import LARGE_FRAME, OrderedDecoder
 from refitd.protocol.channel import Router, local_peer
@@ -85,7 +86,7 @@ class DaemonShell:
         self._config = config
         # checked before anything is bound, so that a refusal leaves nothing behind
         services, address = _services(config.transport.service), reachable_address(config)
-        self._monitor = _monitor(config, log)
+        self._monitor = opened(config.metrics.address, partial(_monitor, config), log)
         self._poller = zmq.Poller()
         directory = config.runtime_dir
         endpoint = f"ipc://{directory / 'refitd.sock'}"
@@ -500,16 +501,10 @@ class DaemonShell:
             os.close(fd)
 
 
-def _monitor(config: Config, log: EventLog) -> DaemonMonitor | None:
-    """Open the metrics endpoint; None if there is to be none, and then nothing of it is imported."""
-    if config.metrics.address is None:
-        return None
-    keep_apart()
+def _monitor(config: Config, address: tuple[str, int]) -> DaemonMonitor:
     from refitd.daemon.metrics import DaemonMonitor
 
-    monitor = DaemonMonitor(config, config.metrics.address)
-    log("metrics", endpoint=monitor.endpoint)
-    return monitor
+    return DaemonMonitor(config, address)
 
 
 def _services(needed: str) -> tuple[str, ...]:

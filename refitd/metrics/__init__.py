@@ -3,6 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+
+class Endpoint(Protocol):
+    """What serves a process's metrics."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where it listens."""
+
+
+Monitor = TypeVar("Monitor", bound=Endpoint)
+
+
+def opened(
+    address: tuple[str, int] | None, make: Callable[[tuple[str, int]], Monitor], log: Callable[..., None]
+) -> Monitor | None:
+    """Open a metrics endpoint by `make(address)`, which alone imports prometheus_client; None without an address."""
+    if address is None:
+        return None
+    keep_apart()
+    monitor = make(address)
+    log("metrics", endpoint=monitor.endpoint)
+    return monitor
 
 
 def keep_apart() -> None:

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from refitd.protocol.base import Count, Events, Label, Message, Name, Seconds, Secret, Small, Step, Text, Value
+from refitd.protocol.cable_reports import CablesMeasured
 from refitd.protocol.control import AddController, Control, Controlled, RemoveController
 from refitd.protocol.local import (
     AbortSwap,
@@ -27,7 +28,6 @@ from refitd.protocol.local import (
     Verify,
 )
 from refitd.protocol.reports import (
-    CablesMeasured,
     Crossing,
     Difference,
     DrainReport,

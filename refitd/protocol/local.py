@@ -7,9 +7,9 @@ from typing import Annotated
 import msgspec
 
 from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text, Value, clipped
+from refitd.protocol.cable_reports import CablesMeasured
 from refitd.protocol.control import Control, Controlled, ControllerRegistered, RegisterController
 from refitd.protocol.reports import (
-    CablesMeasured,
     DrainReport,
     EvictReport,
     ForgetReport,

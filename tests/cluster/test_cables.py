@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from refitd.errors import ConfigError, RefusedError, TransportError
-from refitd.protocol.reports import CablesMeasured
+from refitd.protocol.cable_reports import CablesMeasured
 from refitd.testing import Daemon, Engine, eventually, stopped
 from tests.support.network import SwitchedHosts, start_daemons, why_not
 from tests.support.programs import refitctl

@@ -19,6 +19,7 @@ from refitd.config import Config
 from refitd.offline import Shards
 from refitd.protocol import reports
 from refitd.protocol.base import PROTOCOL_VERSION
+from refitd.protocol.cable_reports import CableReport
 from refitd.protocol.versions import shown as shown_version
 from refitd_cli import control, daemon, printed
 from refitd_cli.commands.doctor import DoctorFound
@@ -166,7 +167,7 @@ REPORTS: dict[str, type] = {
     "support-bundle": printed.BundleWritten,
     "dashboard": printed.DashboardServed,
     "demo": printed.DemoRan,
-    "doctor --links": reports.CableReport,
+    "doctor --links": CableReport,
 }
 SCHEMA = "refitctl.schema.json"
 ERROR = {

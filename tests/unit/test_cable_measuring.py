@@ -20,7 +20,8 @@ from refitd.offline.measured import PARTNERS, cluster_of, rounds_of, speeds_of, 
 from refitd.plan.cables import EQUAL
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Secret
-from refitd.protocol.reports import CableRate, CableReport, CablesMeasured, ReloadReport
+from refitd.protocol.cable_reports import CableRate, CableReport, CablesMeasured
+from refitd.protocol.reports import ReloadReport
 from refitd_cli import cables
 from tests.support.cli import STATUS, FakeClient, run
 from tests.support.coordinator_harness import Harness, kinds
