@@ -205,12 +205,13 @@ def test_a_commit_that_is_kept_can_write_nothing_later(start_daemon: Callable[..
     daemon = start_daemon("[models.policy]\ncatch_up = false\n[deadlines]\ncommit_s = 3.0\n")
     fleet = Fleet(daemon)
     kept: list[Commit] = []
-    raises = threading.Event()
+    raises, applied = threading.Event(), threading.Event()
 
     def on_commit(commit: Commit) -> None:
         kept.append(commit)
         if not raises.is_set():
             commit.apply()
+            applied.set()
 
     with daemon.connect("engine") as client:
         live = shards.zeros_like(fleet.tensors)
@@ -218,6 +219,7 @@ def test_a_commit_that_is_kept_can_write_nothing_later(start_daemon: Callable[..
         fleet.publish(3)
         with Engine(fleet.target):
             fleet.trainer.swap("policy", 3, timeout=60)
+        assert applied.wait(10.0)  # the swap may be over before the engine's thread comes out of `apply`
         with pytest.raises(refitd.CommitError, match="is over"):
             kept[0].apply()
         assert target.version == 3 and shards.equal(live, fleet.full[3])
