@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +11,7 @@ import pytest
 
 import refitd
 from refitd.testing import Daemon, Engine, eventually
-from tests.support.flips import SHAPES, Fleet, holds, version
+from tests.support.flips import SHAPES, Fleet, holds, kill_workers, version
 
 
 def test_versions_flip_under_the_same_addresses_and_are_proven(start_daemon: Callable[..., Daemon]) -> None:
@@ -92,13 +90,6 @@ def test_a_rollback_that_is_aborted_can_be_tried_again_and_one_that_is_impossibl
             eventually(lambda: joined.version == 1, "it is caught up")
             report = fleet.trainer.rollback("policy", 2, timeout=30)  # forth, with one that copies
         assert report.bytes > 0 and all(holds(live, 2) for live in (fleet.live, paused, late))
-
-
-def kill_workers(daemon: Daemon) -> None:
-    before = {*daemon.workers()}
-    for pid in before:
-        os.kill(pid, signal.SIGKILL)
-    eventually(lambda: bool(daemon.workers()) and before.isdisjoint(daemon.workers()), "new workers")
 
 
 def test_workers_that_die_find_the_right_arenas_again(start_daemon: Callable[..., Daemon]) -> None:

@@ -15,6 +15,7 @@ import torch
 import refitd
 from refitd import MXFP8Buffer
 from refitd.testing import Daemon, Engine, eventually
+from tests.support.flips import kill_workers
 from tests.support.mxfp8_replicas import OFFER, Replica, Trainer, expected, model
 
 FORMS = [
@@ -42,9 +43,7 @@ def test_versions_flip_and_flip_back(
             for version in range(1, 5):
                 fulls[version] = sources.publish(version)
                 if version == 3:  # their successors map the arenas as they are exchanged now
-                    for pid in daemon.workers():
-                        os.kill(pid, signal.SIGKILL)
-                    eventually(lambda: all(daemon.node_of("n0").workers), "the workers are back", 20)
+                    kill_workers(daemon)
                 assert trainer.swap("m", version, timeout=30).outcome == "committed"
                 for replica in (flips, copies):
                     replica.assert_holds(fulls[version])
@@ -98,6 +97,7 @@ def test_what_cannot_be_converted_into_is_copied_or_refused_by_name(start_daemon
 # All of its ranks in one process; what it holds is written to the folder that it is given.
 ENGINE = """
 import sys, time, torch, refitd
+from tests.support.flips import kill_workers
 from tests.support.mxfp8_replicas import Replica
 client = refitd.connect(sys.argv[1])
 replica = Replica((client,), "flips", 2, flips=True, swizzled=True)

@@ -49,6 +49,15 @@ def values(live: dict[str, torch.Tensor]) -> set[float]:
     return {float(v) for t in live.values() if t.numel() for v in t.unique()}
 
 
+def kill_workers(daemon: Daemon) -> None:
+    """Kill all workers and wait until the daemon names a successor for each: it hears of a death some time later."""
+    node = daemon.status().nodes[0].node
+    before = daemon.node_of(node).workers
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: {0, *before}.isdisjoint(daemon.node_of(node).workers), "new workers")
+
+
 def kill_coordinator(daemon: Daemon, wait: bool = True) -> None:
     pids = [
         pid for pid, command in daemon.children().items() if "refitd.coordinator" in command or "coordinator" in command
