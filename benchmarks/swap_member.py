@@ -81,16 +81,28 @@ class Member:
 
 
 def _shard(tensors: list[Tensor], layout: Layout, rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return a rank's shard full of noise, and its tensors, which are views of it."""
-    shapes = {shard.tensor.name: shard.shape for shard in held(tensors, layout, rank)}
-    sizes = [-(-prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes.values()]
+    """Return a rank's shard full of noise, and its tensors, which are views of it.
+
+    The noise differs between ranks, except in tensors that a rank holds whole: all ranks hold these, and replicas of
+    one tensor must be equal.
+    """
+    shards = held(tensors, layout, rank)
+    sizes = [-(-prod(shard.shape) // ALIGNMENT) * ALIGNMENT for shard in shards]
     flat = torch.empty(sum(sizes), dtype=torch.bfloat16)
-    generator = torch.Generator().manual_seed(rank)
-    noise = torch.randint(-30000, 30000, (1 << 20,), dtype=torch.int16, generator=generator)
-    for part in flat.view(torch.int16).split(len(noise)):
-        part.copy_(noise[: len(part)])
-    places = zip(shapes.items(), flat.split(sizes), strict=True)
-    return flat, {name: part[: prod(shape)].view(shape) for (name, shape), part in places}
+    own, common = _noise(rank), _noise(layout.world)
+    found = {}
+    for shard, part in zip(shards, flat.split(sizes), strict=True):
+        noise = common if shard.shape == shard.tensor.shape else own
+        for piece in part.view(torch.int16).split(len(noise)):
+            piece.copy_(noise[: len(piece)])
+        found[shard.tensor.name] = part[: prod(shard.shape)].view(shard.shape)
+    return flat, found
+
+
+def _noise(seed: int) -> torch.Tensor:
+    """Return 2**20 random values, as bits of bf16."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-30000, 30000, (1 << 20,), dtype=torch.int16, generator=generator)
 
 
 def main() -> None:
