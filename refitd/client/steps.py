@@ -52,12 +52,13 @@ class PollSteps:
         self.stands = stands
         self._thread = threading.get_ident() if stands else self._thread
         # if flip_at is known, a new coordinator asks again, and other ranks may have committed: repeat the old answer
-        step = self._step if self.flip_at is None else self.flip_at - 1
-        return StepReached(swap, member, max(0, step), self._origin, stands, self._thread)
+        step = self._step if self.flip_at is None else max(0, self.flip_at - 1)
+        return StepReached(swap, member, step, self._origin, stands, self._thread)
 
     def flip(self, step: int, origin: str) -> None:
         """Commit the version in poll `step`; with an `origin`, all ranks count from that poll on."""
-        self.flip_at, self._flip_origin, self.stands = step, origin, ""
+        # Older clients number that poll 0: none of them may seem to count from the same origin.
+        self.flip_at, self._flip_origin, self.stands = step, origin and f"{origin}/1", ""
 
     def passed(self) -> None:
         """Let the rank continue from the poll in which it waits."""
@@ -74,10 +75,10 @@ class PollSteps:
     def flipped(self) -> None:
         """Note that the version is committed: ranks that committed together count from here, even after a `wait`.
 
-        The poll in which others committed is number 0: to one that committed in a `wait`, it is the next. One that was
+        The poll in which others committed is number 1: to one that committed in a `wait`, it is the next. One that was
         early shares no origin with them.
         """
         if self.flip_at is not None and self._origin != CALLERS_STEP:
             self._origin = "" if self.is_early() else self._flip_origin
-            self._step = (0 if self.is_due() else -1) if self._origin else self._step
+            self._step = int(self.is_due()) if self._origin else self._step
         self.decided()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import refitd
-from refitd.client import Client
+from refitd.client import Client, commit_points
 from refitd.client.target import Target
 from refitd.testing import Daemon, Engine, RunningSwap, eventually
 from tests.support import shards
@@ -160,6 +161,23 @@ def test_a_rank_whose_partner_dies_after_the_decision_is_not_held_for_ever(daemo
         second.close()
         with Engine(targets[0]), pytest.raises(refitd.RefitFailed, match="incomplete"):
             running.result()
+
+
+def test_ranks_that_only_wait_are_not_held_for_each_other(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were: each took itself for one that others had polled more often than, once it had committed in a wait."""
+    monkeypatch.setattr(commit_points, "EARLY_S", 600.0)
+    with daemon.connect("trainer") as trainer, daemon.connect("a") as a, daemon.connect("b") as b:
+        source = trainer.register_source("policy", {"w": torch.zeros(8)})
+        targets = [
+            client.register_target("policy", {"w": torch.zeros(8)}, replica="r", rank=rank, world_size=2)
+            for rank, client in enumerate((a, b))
+        ]
+        with ThreadPoolExecutor(2) as ranks:
+            for version in range(1, 6):
+                waiting = [ranks.submit(target.wait, version, 20) for target in targets]
+                source.publish(version)
+                assert trainer.swap("policy", version, timeout=20).outcome == "committed"
+                assert [one.result() for one in waiting] == [version] * 2
 
 
 def test_ranks_that_are_idle_flip_before_the_step_that_comes_next(daemon: Daemon) -> None:

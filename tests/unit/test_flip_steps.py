@@ -70,6 +70,19 @@ def test_ranks_that_committed_in_a_wait_and_in_a_poll_count_alike_from_there() -
     assert early.reached("t", "m").origin == ""
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_ranks_that_always_wait_are_never_early(world: int) -> None:
+    ranks = [PollSteps() for _ in range(world)]
+    for swap in ("s", "t", "u"):
+        said = {number: steps.reached(swap, "m", "wait") for number, steps in enumerate(ranks)}
+        polls = meeting({str(number): Reached(one.step, one.origin, one.stands) for number, one in said.items()})
+        assert polls is not None
+        for number, steps in enumerate(ranks):
+            steps.flip(polls[str(number)], swap)
+            assert not steps.is_early(), swap
+            steps.flipped()
+
+
 def test_ranks_that_one_thread_polls_are_not_held_for_each_other() -> None:
     one = ("n0", 7, 1)
     assert meeting({"a": Reached(4, thread=one), "b": Reached(5, "", "poll", one)}) == {"a": 5, "b": 5}
