@@ -122,7 +122,7 @@ def _source(source: SourceStatus) -> Sequence[str]:
         str(source.tensors),
         size(source.bytes),
         versions(source.versions),
-        source.way or "-",
+        source.mode or "-",
     )
 
 

@@ -142,7 +142,7 @@ class MetricsConfig(Section, frozen=True):
         return host.strip("[]") or "127.0.0.1", int(port)
 
     @property
-    def beside(self) -> MetricsConfig:
+    def of_coordinator(self) -> MetricsConfig:
         """The settings of the coordinator that a standalone daemon starts: the next port."""
         if self.address is None or self.address[1] == 0:
             return self

@@ -137,9 +137,9 @@ def culprits(report: SwapReport) -> list[str]:
 
 def ways(report: SwapReport) -> str:
     """Return how many source ranks used each transfer mode; for a single rank also the measurement behind it."""
-    found = ", ".join(f"{count} {way or 'unknown'}" for way, count in Counter(s.way for s in report.sources).items())
-    why = report.sources[0].why if len(report.sources) == 1 else ""
-    return f"{found} ({why})" if why else found
+    found = ", ".join(f"{count} {mode or 'unknown'}" for mode, count in Counter(s.mode for s in report.sources).items())
+    reason = report.sources[0].mode_reason if len(report.sources) == 1 else ""
+    return f"{found} ({reason})" if reason else found
 
 
 def _as_object(report: SwapReport, error: SwapFailed | None) -> dict[str, Any]:

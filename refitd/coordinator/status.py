@@ -147,8 +147,8 @@ def _source_rows(model: Model) -> tuple[SourceStatus, ...]:
             tensors=len(m.shard.tensors),
             bytes=m.bytes,
             versions=tuple(sorted(m.versions)),
-            way=m.mode,
-            why=m.mode_reason,
+            mode=m.mode,
+            mode_reason=m.mode_reason,
             run=m.run,
             is_partial=m.shard.is_partial,
         )

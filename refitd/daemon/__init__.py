@@ -24,13 +24,13 @@ def run(config: Config, *, standalone: bool, ready_fd: int | None = None) -> int
     lock = DirectoryLock(config.runtime_dir)
     try:
         # Start the coordinator before the heavy imports below, so that both processes start in parallel.
-        beside = CoordinatorProcess(config, time.monotonic) if standalone else None
+        coordinator = CoordinatorProcess(config, time.monotonic) if standalone else None
         try:
             from refitd.daemon.main import run as run_daemon
 
-            return run_daemon(config, beside, ready_fd)
+            return run_daemon(config, coordinator, ready_fd)
         finally:
-            if beside is not None:
-                beside.stop()
+            if coordinator is not None:
+                coordinator.stop()
     finally:
         lock.release()

@@ -80,7 +80,7 @@ class CoordinatorProcess:
         )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already; `watch` reports that
-            config = msgspec.structs.replace(self._config, metrics=self._config.metrics.beside)
+            config = msgspec.structs.replace(self._config, metrics=self._config.metrics.of_coordinator)
             process.stdin.write(msgspec.json.encode(config))
             process.stdin.close()
         return process

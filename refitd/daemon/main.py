@@ -140,7 +140,7 @@ class DaemonShell:
             log,
         )
 
-    def serve(self, stop: list[int], wakeup: int, beside: CoordinatorProcess | None, ready_fd: int | None) -> None:
+    def serve(self, stop: list[int], wakeup: int, coordinator: CoordinatorProcess | None, ready_fd: int | None) -> None:
         """Run until `stop` holds a signal number; write to `ready_fd` once clients can work."""
         self._watch(wakeup, select.POLLIN)
         told = False
@@ -149,10 +149,10 @@ class DaemonShell:
         awake = time.monotonic()
         next_tick = awake + TICK_S
         while not stop:
-            if not told and (beside is None or self._state.is_coordinated):
+            if not told and (coordinator is None or self._state.is_coordinated):
                 told = True
-                if beside is not None:
-                    beside.settle()
+                if coordinator is not None:
+                    coordinator.settle()
                 self._tell_ready(ready_fd)
             due = min(next_tick, self._state.next_deadline or next_tick)
             wait_ms = max(0, int((due - time.monotonic()) * 1000) + 1)
@@ -164,7 +164,7 @@ class DaemonShell:
             if time.monotonic() >= next_tick:
                 self._outlive(self._tick)
                 next_tick = time.monotonic() + (SEEK_S if self._dealer.is_seeking else TICK_S)
-                self._outlive(lambda: self._look_after(beside))
+                self._outlive(lambda: self._look_after(coordinator))
             elif time.monotonic() >= due:
                 self._feed(act.Due())
 
@@ -205,15 +205,15 @@ class DaemonShell:
             if self._noise.allows("internal", time.monotonic()):
                 self._log.failed("internal-error")
 
-    def _look_after(self, beside: CoordinatorProcess | None) -> None:
+    def _look_after(self, coordinator: CoordinatorProcess | None) -> None:
         """Restart ended workers and the coordinator, and report problems for status."""
         for worker in self._workers.start_due(time.monotonic()):
             self._feed(act.WorkerStarted(worker))
         problems = self._workers.problems()
-        if beside is not None:
-            if (happened := beside.watch(self._state.unheard_s)) is not None:
+        if coordinator is not None:
+            if (happened := coordinator.watch(self._state.unheard_s)) is not None:
                 self._log.write(happened.event, happened.fields)
-            problem = beside.problem
+            problem = coordinator.problem
             problems += (problem,) * bool(problem)
             if problem and not self._state.is_coordinated:
                 self._feed(act.CoordinatorUnreachable(problem))
@@ -519,12 +519,12 @@ def _services(needed: str) -> tuple[str, ...]:
     return tuple(backend.name for backend in registry if not backend.missing())
 
 
-def run(config: Config, beside: CoordinatorProcess | None, ready_fd: int | None) -> int:
+def run(config: Config, coordinator: CoordinatorProcess | None, ready_fd: int | None) -> int:
     """Run the daemon until SIGTERM or SIGINT.
 
     Args:
         config: the configuration.
-        beside: the coordinator child of a standalone daemon, or None.
+        coordinator: the coordinator child of a standalone daemon, or None.
         ready_fd: a descriptor that gets "ready" once clients can connect and, if standalone, a coordinator answers.
 
     Raises:
@@ -543,8 +543,8 @@ def run(config: Config, beside: CoordinatorProcess | None, ready_fd: int | None)
     def on_signal(number: int, _: FrameType | None) -> None:
         if number != signal.SIGHUP:
             stop.append(number)
-        elif beside is not None:
-            beside.reload()
+        elif coordinator is not None:
+            coordinator.reload()
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
@@ -555,7 +555,7 @@ def run(config: Config, beside: CoordinatorProcess | None, ready_fd: int | None)
     try:
         shell = DaemonShell(config, keys, context, log, manager)
         try:
-            shell.serve(stop, wakeup_r, beside, ready_fd)
+            shell.serve(stop, wakeup_r, coordinator, ready_fd)
         finally:
             manager.stopping()
             shell.close(goodbye=bool(stop))

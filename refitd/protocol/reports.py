@@ -41,8 +41,8 @@ class SourceReport(Value, frozen=True):
     rank: Small
     node: Label
     host: Label
-    way: TransferMode
-    why: Text = ""  # the measurement that chose between pulling and copying, if any
+    mode: TransferMode
+    mode_reason: Text = ""  # the measurement that chose between pulling and copying, if any
     replica: Label = ""
 
 
@@ -278,8 +278,8 @@ class SourceStatus(Value, frozen=True):
     tensors: Count
     bytes: Count
     versions: tuple[Count, ...]
-    way: TransferMode = TransferMode.NONE  # transfer mode of its latest version
-    why: Text = ""  # the measurement that chose between pulling and copying, if any
+    mode: TransferMode = TransferMode.NONE  # transfer mode of its latest version
+    mode_reason: Text = ""  # the measurement that chose between pulling and copying, if any
     run: Label = ""  # of the trainer that published its versions
     is_partial: bool = False  # the sources offer a part of what targets hold
 

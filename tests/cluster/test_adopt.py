@@ -75,7 +75,7 @@ def test_a_trainer_lends_what_it_trains_and_versions_flip_under_an_engine(daemon
             trained(learned, optimizer)
             with source.lend(number):
                 (given,) = swap(trainer, number, *targets).sources
-            assert given.way == "arena"
+            assert given.mode == "arena"
             assert same(live, learned) and same(built, learned)
             assert torch.equal(live(TOKENS), learned(TOKENS))
             assert trainer.verify("policy").outcome == "proven"

@@ -97,7 +97,7 @@ target = client.register_target("policy", {"w": torch.zeros(1 << 18)}, replica="
 with Engine(target), source.lend(1):
     print(client.swap("policy", 1, timeout=30).outcome, source.lending, flush=True)
 found = client.status().models[0]
-print(found.sources[0].pid, found.sources[0].why, flush=True)
+print(found.sources[0].pid, found.sources[0].mode_reason, flush=True)
 sys.stdin.read()
 """
 APART = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")

@@ -33,15 +33,15 @@ def test_the_first_lend_measures_and_status_and_report_say_what_was_chosen(daemo
         source.publish(1)
         assert source.lending == ""
         row = trainer.status().models[0].sources[0]
-        assert (row.way, row.why) == ("copied", "")
+        assert (row.mode, row.mode_reason) == ("copied", "")
         with Engine(target):
-            assert [s.way for s in trainer.swap("policy", 1, timeout=60).sources] == ["copied"]
+            assert [s.mode for s in trainer.swap("policy", 1, timeout=60).sources] == ["copied"]
             with source.lend(2):
                 (given,) = trainer.swap("policy", 2, timeout=60).sources
-        assert given.way == source.lending != ""
-        assert given.why.startswith("pulled at ") and "GB/s, copied at " in given.why
+        assert given.mode == source.lending != ""
+        assert given.mode_reason.startswith("pulled at ") and "GB/s, copied at " in given.mode_reason
         row = trainer.status().models[0].sources[0]
-        assert (row.way, row.why) == (given.way, given.why)
+        assert (row.mode, row.mode_reason) == (given.mode, given.mode_reason)
         assert shards.equal(live, full)
 
 
@@ -56,7 +56,7 @@ def test_rows_too_short_to_pull_are_copied_and_the_tensors_are_free_at_once(daem
         assert source.lending == "copied"
         with Engine(target):
             (given,) = trainer.swap("policy", 1, timeout=60).sources
-        assert given.way == "copied" and "pulled at 0." in given.why
+        assert given.mode == "copied" and "pulled at 0." in given.mode_reason
         assert shards.equal(live, first)
 
 
@@ -81,7 +81,7 @@ def test_tensors_that_nobody_can_read_in_place_are_copied_or_refused_as_demanded
         target = engine.register_target("policy", live, replica="r")
         with Engine(target), source.lend(1):
             (given,) = trainer.swap("policy", 1, timeout=60).sources
-        assert given.way == "copied" and given.why.startswith("w: only contiguous CPU tensors can be pulled")
+        assert given.mode == "copied" and given.mode_reason.startswith("w: only contiguous CPU tensors can be pulled")
         assert torch.equal(live["w"], full["w"])
         demanding = trainer.register_source("other", full, pull=True)
         with pytest.raises(refitd.RefusedError, match="only contiguous CPU tensors can be pulled"):
@@ -125,13 +125,13 @@ def test_a_trainer_whose_memory_may_not_be_read_copies_and_the_report_says_why(
                 with pytest.raises(refitd.RefitFailed, match="cannot be read: Operation not permitted") as failure:
                     engine.swap("policy", 1, timeout=60)
                 assert failure.value.report is not None
-                assert [source.way for source in failure.value.report.sources] == ["pulled"]
+                assert [source.mode for source in failure.value.report.sources] == ["pulled"]
                 process.communicate("\n", timeout=60)
             with trainer("auto") as process:
                 assert process.stdout is not None and process.stdout.readline() == "copied\n"
                 (given,) = engine.swap("policy", 1, timeout=60).sources
                 process.communicate("\n", timeout=60)
-        assert given.way == "copied" and "cannot be read: Operation not permitted" in given.why
+        assert given.mode == "copied" and "cannot be read: Operation not permitted" in given.mode_reason
         assert torch.equal(live["w"], torch.ones(512, 1024))
 
 

@@ -136,7 +136,7 @@ def test_lent_tensors_are_read_where_they_live(daemon: Daemon, in_arena: bool) -
             assert not lease.has_ended
             report = trainer.swap("policy", 5, timeout=60)
             lease.wait(5)
-        assert source.lending == report.sources[0].way == ("arena" if in_arena else "pulled")
+        assert source.lending == report.sources[0].mode == ("arena" if in_arena else "pulled")
         assert shards.equal(mine, full)
         assert before == (1 if in_arena else 2)
         # the tensors were only lent: the version is not held any more
@@ -387,7 +387,7 @@ def test_a_source_offers_another_type_than_it_holds(daemon: Daemon) -> None:
             held["w"].mul_(3)
             with source.lend(2):  # converted, so copied
                 (given,) = trainer.swap("m", 2, timeout=60).sources
-            assert given.way == "copied" and "another type" in given.why
+            assert given.mode == "copied" and "another type" in given.mode_reason
             assert torch.equal(live["w"], held["w"].bfloat16())
 
 

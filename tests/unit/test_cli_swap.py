@@ -143,14 +143,14 @@ def test_every_violation_of_a_plan_is_a_cause():
 
 def test_a_swap_says_how_its_sources_gave_the_version():
     def given(rank: int, way: str) -> SourceReport:
-        return SourceReport(rank, "n0", "box", way, why="pulled at 5.0 GB/s, copied at 7.0 GB/s")
+        return SourceReport(rank, "n0", "box", way, mode_reason="pulled at 5.0 GB/s, copied at 7.0 GB/s")
 
     several = structs.replace(COMMITTED, sources=(given(0, "pulled"), given(1, "copied"), given(2, "pulled")))
     assert "sources: 2 pulled, 1 copied\n" in run(FakeClient(swap_result=several), "swap", "policy").stdout
     one = structs.replace(COMMITTED, sources=(given(0, "pulled"),))
     shown = run(FakeClient(swap_result=one), "swap", "policy").stdout
     assert "sources: 1 pulled (pulled at 5.0 GB/s, copied at 7.0 GB/s)" in shown
-    assert run(FakeClient(swap_result=one), "swap", "policy", "--json").object["sources"][0]["way"] == "pulled"
+    assert run(FakeClient(swap_result=one), "swap", "policy", "--json").object["sources"][0]["mode"] == "pulled"
 
 
 def test_verify_exits_0_only_for_what_is_proven_and_names_the_rest():

@@ -25,17 +25,17 @@ def test_a_report_says_how_the_version_was_given_even_when_its_lease_has_ended()
     h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
     h.say("n0", cluster.ShardWithdrawn(member="src", version=2))
     (report,) = reports(h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.0)))
-    assert report.sources == (SourceReport(rank=0, node="n0", host="h", way="pulled", why="it is fast"),)
+    assert report.sources == (SourceReport(rank=0, node="n0", host="h", mode="pulled", mode_reason="it is fast"),)
     (status,) = h.say("n0", local.GetStatus(), request=1)
     assert isinstance(status, StatusReport)
-    assert (status.models[0].sources[0].way, status.models[0].sources[0].why) == ("pulled", "it is fast")
+    assert (status.models[0].sources[0].mode, status.models[0].sources[0].mode_reason) == ("pulled", "it is fast")
 
 
 def test_a_coordinator_that_starts_anew_knows_how_held_versions_are_given() -> None:
     h = Harness().join()
     h.add("src", versions=(1, 2), modes=("copied", "pulled"), mode="pulled", mode_reason="it is fast")
     fleet = h.state.models["m"].fleet
-    assert [source_reports(fleet, version)[0].way for version in (1, 2, 3)] == ["copied", "pulled", ""]
+    assert [source_reports(fleet, version)[0].mode for version in (1, 2, 3)] == ["copied", "pulled", ""]
 
 
 def test_ranks_that_come_back_alone_go_on_above_what_they_had_published_and_others_wait_for_no_new_run() -> None:

@@ -62,7 +62,7 @@ def test_versions_travel_between_main_memory_and_a_gpu(
             assert report.outcome == "committed" and report.digests == report.copies > 0
             assert shards.equal(live, new)
         assert pointers == [t.data_ptr() for t in live.values()]
-        assert report.sources[0].way == ("arena" if source_on == "arena" else "copied")
+        assert report.sources[0].mode == ("arena" if source_on == "arena" else "copied")
         assert gpu_of(next(iter(live.values()))) == (-1 if target_on == "cpu" else 0)
         del given, live
 
@@ -159,7 +159,7 @@ def test_private_memory_is_pulled_into_a_gpu(daemon: Daemon) -> None:
         target = client.register_target("policy", live, replica="r", metadata=metadata)
         with Engine(target), source.lend(1):
             report = client.swap("policy", 1, timeout=60)
-        assert [s.way for s in report.sources] == ["pulled"]
+        assert [s.mode for s in report.sources] == ["pulled"]
         assert all(torch.equal(live[name], wanted[name]) for name in wanted)
         del live
 
