@@ -20,6 +20,8 @@ from refitd.states import (
     TransferMode,
 )
 
+_MODE = {"mode": "way", "mode_reason": "why"}  # their names in protocol 3, on the wire and in JSON
+
 
 class MemberReport(Value, frozen=True):
     """One target rank's part in a swap."""
@@ -35,7 +37,7 @@ class MemberReport(Value, frozen=True):
     reason: Text = ""
 
 
-class SourceReport(Value, frozen=True):
+class SourceReport(Value, frozen=True, rename=_MODE):
     """How one source rank provided the version of a swap; with `replica`, a serving rank that seeded a catch-up."""
 
     rank: Small
@@ -255,10 +257,7 @@ class MemberProof(Value, frozen=True):
 
 
 class VerifyReport(Message, frozen=True):
-    """Whether the live weights match what was staged and verified.
-
-    `outcome` is PROVEN if every rank that serves a version is proven (and at least one serves), DIFFERS if any differs.
-    """
+    """Whether live weights match what was verified: PROVEN if all ranks that serve are, and one is; DIFFERS if any does."""
 
     model: Label
     outcome: ProofState
@@ -267,7 +266,7 @@ class VerifyReport(Message, frozen=True):
     seconds: Seconds = 0.0
 
 
-class SourceStatus(Value, frozen=True):
+class SourceStatus(Value, frozen=True, rename=_MODE):
     """One source rank."""
 
     rank: Small

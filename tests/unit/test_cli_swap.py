@@ -150,7 +150,7 @@ def test_a_swap_says_how_its_sources_gave_the_version():
     one = structs.replace(COMMITTED, sources=(given(0, "pulled"),))
     shown = run(FakeClient(swap_result=one), "swap", "policy").stdout
     assert "sources: 1 pulled (pulled at 5.0 GB/s, copied at 7.0 GB/s)" in shown
-    assert run(FakeClient(swap_result=one), "swap", "policy", "--json").object["sources"][0]["mode"] == "pulled"
+    assert run(FakeClient(swap_result=one), "swap", "policy", "--json").object["sources"][0]["way"] == "pulled"
 
 
 def test_verify_exits_0_only_for_what_is_proven_and_names_the_rest():
