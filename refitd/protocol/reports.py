@@ -257,7 +257,7 @@ class MemberProof(Value, frozen=True):
 
 
 class VerifyReport(Message, frozen=True):
-    """Whether live weights match what was verified: PROVEN if all ranks that serve are, and one is; DIFFERS if any does."""
+    """Whether live weights are what was verified: PROVEN if all ranks that serve are, and one does; else DIFFERS."""
 
     model: Label
     outcome: ProofState
