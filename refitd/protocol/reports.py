@@ -257,7 +257,7 @@ class MemberProof(Value, frozen=True):
 
 
 class VerifyReport(Message, frozen=True):
-    """Whether live weights are what was verified: PROVEN if all that serve are (one at least), DIFFERS if any is not."""
+    """Whether live weights are what was verified: PROVEN if all that serve are, and one does, DIFFERS if any is not."""
 
     model: Label
     outcome: ProofState
