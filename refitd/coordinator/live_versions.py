@@ -84,7 +84,7 @@ class LiveVersions:
 
     past: Past
     started: float
-    is_beside: bool  # started by a standalone daemon, usually the only daemon to wait for
+    is_standalone: bool  # started by a standalone daemon, usually the only daemon to wait for
     recover: Callable[[Recovered], None]
     wall_clock: Callable[[], float]
     log: Callable[..., None]
@@ -213,7 +213,7 @@ class LiveVersions:
 
     def heard(self, now: float) -> bool:
         """Note that daemons have reported all they know; return whether swaps may begin."""
-        if not self._in_doubt and (self.is_beside or not self.past.is_new):
+        if not self._in_doubt and (self.is_standalone or not self.past.is_new):
             self._settled = True
         return self.is_settled(now)
 

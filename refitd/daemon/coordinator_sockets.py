@@ -49,9 +49,9 @@ class CoordinatorSockets:
         return [dealer.socket for dealer in self._dealers]
 
     @property
-    def doors(self) -> list[zmq.Socket[bytes]]:
+    def control_sockets(self) -> list[zmq.Socket[bytes]]:
         """The sockets to poll besides; then call `failure`."""
-        return [door for dealer in self._dealers for door in dealer.doors]
+        return [sock for dealer in self._dealers for sock in dealer.control_sockets]
 
     @property
     def is_seeking(self) -> bool:

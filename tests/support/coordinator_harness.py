@@ -60,7 +60,7 @@ class Harness:
         config: Config | None = None,
         journal: dict[str, SwapRecord] | None = None,
         *,
-        is_beside: bool = True,
+        is_standalone: bool = True,
         drained: Drained | None = None,
     ) -> None:
         self.journal = {} if journal is None else journal
@@ -79,7 +79,7 @@ class Harness:
             decided=self.journal.get,
             recent=lambda model, limit: [r for r in reversed(self.journal.values()) if model in ("", r.model)][:limit],
             past=Past(self.journal),
-            is_beside=is_beside,
+            is_standalone=is_standalone,
             new_run=lambda: f"run{next(runs)}",
             drained=dict(self.drained),
         )

@@ -91,7 +91,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             decided=self.journal.decided,
             recent=self.journal.recent,
             past=self.journal,
-            is_beside=True,
+            is_standalone=True,
             new_run=lambda: f"r{next(self.numbers)}",
             drained=self.journal.drained(),
         )
