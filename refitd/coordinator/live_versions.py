@@ -80,7 +80,7 @@ class _Known:
 
 @dataclass(slots=True)
 class LiveVersions:
-    """The live versions. `recover` journals what only daemons knew."""
+    """The live versions. `recover` journals those that only daemons knew."""
 
     past: Past
     started: float
@@ -180,7 +180,7 @@ class LiveVersions:
         return True
 
     def serves(self, model: str, who: str, version: int, run: str) -> bool:
-        """Take what a registering rank serves as live if nothing better is known; return whether it was taken."""
+        """Take a registering rank's version as live if nothing better is known; return whether it was taken."""
         known = self._of(model)
         ours = known.live
         unsure = ours is None or (not ours.sequence and version > ours.version)
@@ -198,7 +198,7 @@ class LiveVersions:
         self._continued.add(journal)
         self.recover(Recovered(model, live, journal, self.wall_clock(), self.highest(model)))
 
-    # --- when it is known ---------------------------------------------------------------------------------
+    # --- when swaps may begin -----------------------------------------------------------------------------
 
     def is_settled(self, now: float) -> bool:
         """Whether swaps may begin: daemons that could know more have had time to report."""

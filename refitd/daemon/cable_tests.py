@@ -1,4 +1,4 @@
-"""This node's part in measuring cables: its workers join an epoch of its own, and send or receive for some seconds."""
+"""This node's part in cable tests: its workers join the test's epoch and send or receive for some seconds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LocalCableTests:
         self._epochs.join(asked.test, asked.epoch)
 
     def epoch_formed(self, test: str) -> bool:
-        """Return whether this is a test; its workers have joined, and begin."""
+        """Start measuring if this is the epoch of a test; return whether it is."""
         found = self._tests.get(test)
         if found is None:
             return False
@@ -58,7 +58,7 @@ class LocalCableTests:
         return True
 
     def worker_said(self, worker: int, message: sidecar.CableMeasured) -> None:
-        """Handle a worker's answer; after the last the coordinator gets their sum."""
+        """Handle a worker's answer; after the last one, send the coordinator their sum."""
         test = next((test for test in self._tests.values() if test.run == message.run), None)
         if test is None:
             return
@@ -79,7 +79,7 @@ class LocalCableTests:
 
 
 def _sum(test: str, found: Collection[sidecar.CableMeasured]) -> cluster.CableMeasured:
-    """Return what all workers have received together, from the first one's beginning to the last one's end."""
+    """Return the bytes that all workers received, and their rate from the first start to the last end."""
     timed = [one for one in found if one.bytes and one.ended_s > one.began_s]
     if not timed:
         return cluster.CableMeasured(test, reason=next((one.reason for one in found if one.reason), ""))

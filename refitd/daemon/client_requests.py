@@ -1,4 +1,4 @@
-"""What clients ask of a daemon, and what becomes of theirs when they go."""
+"""Clients' requests to a daemon, and the release of a client's resources when its session ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from refitd.protocol.roles import check_role
 from refitd.protocol.texts import check_names
 from refitd.protocol.traces import GetTrace
 
-# Limits on what is read to measure how fast a client's memory can be read: some milliseconds' worth.
+# Limits on what one measurement of a client's memory reads: it takes some milliseconds.
 MAX_MEASURED_BYTES = 64 << 20
 MAX_MEASURED_ROWS = 1 << 19
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 TICK_S = 1.0
 
-# The same while this node looks for the one of several coordinators that leads.
+# The same while this node looks for the leading coordinator among several.
 SEEK_S = 0.25
 
 # Limit for measuring how fast a client's memory is read; normally some milliseconds.
@@ -196,7 +196,7 @@ class DaemonShell:
             self._monitor.publish(self._state, {"frames": len(self._inbox), "plans": len(self._plans)})
 
     def _outlive(self, what: Callable[[], object]) -> None:
-        """Call `what`; its errors must not end this process, which would lose the arenas."""
+        """Call `what` and log its errors: they must not end this process, which would lose the arenas."""
         try:
             what()
         except StartFailed:
@@ -324,7 +324,7 @@ class DaemonShell:
             self._coordinator_said(request, message)
 
     def _not_read(self, error: Exception) -> None:
-        """Log a message of the coordinator that cannot be read, and tell whoever waits for it."""
+        """Log a coordinator's message that cannot be read, and fail the request that waits for it."""
         if self._noise.allows(f"coordinator {error}", time.monotonic()):
             self._log("bad-message", peer="coordinator", reason=str(error))
         if isinstance(error, BadMessage) and error.request_id:
