@@ -17,7 +17,7 @@ from refitd.protocol import cluster, local
 from refitd.protocol.base import Message, clipped
 from refitd.protocol.cable_reports import CableRate, CablesMeasured
 
-# Messages so short that a slow cable carries several a second. Each worker has four in flight with each other one.
+# Messages are short, so that a slow cable carries several per second. Each worker has four in flight with each peer.
 MESSAGE_BYTES = 256 << 10
 # Seconds for workers to join the epoch, and for their answers beyond those of the test.
 JOIN_S, MARGIN_S = 40.0, 5.0
@@ -96,14 +96,14 @@ class CableTests:
         return CableRate(pair.source, pair.target, found.bytes, found.speed, found.reason)
 
     def lost(self, test: str, reason: str) -> bool:
-        """Return whether this is the test under way, which a node could not begin or has lost: it fails."""
+        """Fail the running test, if this is it: a node could not begin it or has lost it. Return whether this is it."""
         if self._running is None or self._running.id != test:
             return False
         self._fail(self._running, reason)
         return True
 
     def give_way(self, model: str) -> None:
-        """End the test, because a swap begins. Workers that send or receive are free when its seconds are over."""
+        """End the test, because a swap begins. Its workers are free once the test's seconds have passed."""
         if self._running is not None:
             self._fail(self._running, f"a swap of model {model!r} has begun; measure again when it has ended")
 

@@ -44,9 +44,9 @@ INLINE_BYTES = 1024
 # places of the slab for each peer and direction, and their size
 PARTS = 2
 LEAST_PART_BYTES, MOST_PART_BYTES = 4096, 4 << 20
-# the most notifications of one peer that are kept before they are asked for
+# limit on a peer's notifications that nobody has asked for yet
 MAX_KEPT = 4096
-# what agents say to each other; raised when its form changes
+# version of the agents' notifications; raised when their form changes
 _FORM = 2
 
 _HEAD = struct.Struct("<cqq")  # kind, tag, number of the message with this tag
@@ -63,7 +63,7 @@ class _Posted:
 
     key: Key
     tensor: torch.Tensor
-    begun: int = 0  # bytes that lie, or have lain, in the slab
+    begun: int = 0  # bytes that have been put into the slab
     left: int = 0  # bytes that have not been taken
     is_done: bool = False
 
@@ -78,7 +78,7 @@ class _Posted:
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """A part on its way from a peer's slab to a place of ours."""
+    """A read of one part, from a peer's slab into this process's."""
 
     posted: _Posted
     place: torch.Tensor
@@ -89,16 +89,16 @@ class _Read:
 
 @dataclass(slots=True)
 class _Peer:
-    """What is under way with one peer."""
+    """The open transfers with one peer."""
 
     name: str = ""
     is_forged: bool = False  # notifications without a MAC have come under its name
-    inline: dict[Key, bytes] = field(default_factory=dict)  # messages that nobody has asked for yet
-    wanted: set[Key] = field(default_factory=set)  # messages that it asks for, and that are not sent yet
-    free: list[torch.Tensor] = field(default_factory=list)  # places for what is sent to it
+    inline: dict[Key, bytes] = field(default_factory=dict)  # messages without a matching receive yet
+    wanted: set[Key] = field(default_factory=set)  # messages that the peer wants and that are not sent yet
+    free: list[torch.Tensor] = field(default_factory=list)  # free places for sending to it
     lent: dict[int, tuple[torch.Tensor, _Posted, int]] = field(default_factory=dict)  # by address: the others
     queue: deque[_Posted] = field(default_factory=deque)  # wanted messages that wait for a place
-    room: list[torch.Tensor] = field(default_factory=list)  # places for what it sends
+    room: list[torch.Tensor] = field(default_factory=list)  # free places for receiving from it
 
 
 class NixlPeers(Peers):
@@ -131,7 +131,7 @@ class NixlPeers(Peers):
         self._agent: Any = None
         name = self._peers[epoch.index].name = f"{epoch.id}/{epoch.index}/{secrets.token_hex(8)}"
         try:
-            # without its thread, which would spin on a processor: whoever waits drives it
+            # without a progress thread, which would spin on a processor: waiting drives progress
             config = self._library.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             self._agent = self._library.nixl_agent(name, config)
             there = [(self._slab.data_ptr(), self._slab.nbytes, 0, "")] if len(self._slab) else []
