@@ -14,7 +14,6 @@ from refitd.errors import ProtocolError, RefitdError, RefusedError
 from refitd.protocol import cluster, control, local, sidecar
 from refitd.protocol.roles import check_role
 from refitd.protocol.texts import check_names
-from refitd.protocol.traces import GetTrace
 
 # Limits on what one measurement of a client's memory reads: it takes some milliseconds.
 MAX_MEASURED_BYTES = 64 << 20
@@ -123,23 +122,7 @@ class ClientRequests:
                 parts.proofs.client_said(self._own(session, member), message)
             case local.CommitFailed(swap, member, reason, exchanged):
                 parts.commits.failed(swap, self._own(session, member), reason, exchanged=exchanged)
-            case (
-                local.StartSwap()
-                | local.StartSwaps()
-                | local.AbortSwap()
-                | local.Evict()
-                | local.Forget()
-                | local.Reload()
-                | local.MeasureCables()
-                | local.DrainNode()
-                | local.ResumeNode()
-                | local.Verify()
-                | local.GetStatus()
-                | local.GetPlan()
-                | local.GetHistory()
-                | local.GetDescription()
-                | GetTrace()
-            ):
+            case _ if isinstance(message, local.ForwardedRequest):
                 parts.link.check()
                 if isinstance(message, local.GetStatus):
                     parts.link.say(parts.update())  # so that the status is current

@@ -51,12 +51,11 @@ class Refused(CommitError):
 
     Attributes:
         may_hold: whether an earlier try of the same request may have been executed.
-        not_found: whether etcd does not know the lease.
     """
 
-    def __init__(self, text: str, *, code: int, may_hold: bool) -> None:
+    def __init__(self, text: str, *, may_hold: bool) -> None:
         super().__init__(text)
-        self.may_hold, self.not_found = may_hold, code == _NOT_FOUND
+        self.may_hold = may_hold
 
 
 class _Failed(Exception):
@@ -139,7 +138,7 @@ class Gateway:
                     authenticated, self._token = True, ""  # it has run out
                     continue
                 if exc.code in _CERTAIN and not again:
-                    raise Refused(self._refusal(text), code=exc.code, may_hold=may_hold) from None
+                    raise Refused(self._refusal(text), may_hold=may_hold) from None
                 said[where] = text
                 may_hold |= not again
             self._members.append(self._members.pop(0))
@@ -221,7 +220,6 @@ class Gateway:
             raise Refused(
                 f"journal {self.name}: {member[0]}:{member[1]} is of another etcd cluster ({cluster}) than the members "
                 f"asked before ({self.cluster}); name members of one cluster in coordinator.journal",
-                code=_INVALID,
                 may_hold=True,
             )
 
