@@ -24,7 +24,7 @@ JOIN_S, MARGIN_S = 40.0, 5.0
 
 
 @dataclass(slots=True)
-class _Test:
+class _RunningTest:
     id: str
     waiter: Waiter
     epoch: cluster.EpochPlan
@@ -47,7 +47,7 @@ class CableTests:
     ) -> None:
         self._epochs, self._config, self._nodes, self._models = epochs, config, nodes, models
         self._to_node, self._log = to_node, log
-        self._running: _Test | None = None
+        self._running: _RunningTest | None = None
         self.answer: Callable[[Waiter, Message], None] = lambda waiter, message: None
 
     def begin(self, asked: local.MeasureCables, waiter: Waiter, now: float) -> None:
@@ -74,7 +74,7 @@ class CableTests:
         )
         test = f"cables.{epoch.id}"  # no plan's id: those begin with a digest
         deadline = now + epoch.timeout_s + asked.seconds + MARGIN_S
-        self._running = _Test(test, waiter, epoch, asked.pairs, deadline)
+        self._running = _RunningTest(test, waiter, epoch, asked.pairs, deadline)
         self._epochs.measuring = epoch
         self._log("cables", test=test, nodes=len(epoch.nodes), seconds=asked.seconds)
         for pair in asked.pairs:
@@ -119,11 +119,11 @@ class CableTests:
             late = ", ".join(node for node in test.epoch.nodes if node not in test.found)
             self._fail(test, f"no answer in time from {late}")
 
-    def _fail(self, test: _Test, reason: str) -> None:
+    def _fail(self, test: _RunningTest, reason: str) -> None:
         text = f"cables could not be measured: {reason}"
         self._end(test, local.Failure(code=TransportError.code, message=clipped(text)))
 
-    def _end(self, test: _Test, message: Message) -> None:
+    def _end(self, test: _RunningTest, message: Message) -> None:
         self._running = self._epochs.measuring = None
         for node in test.epoch.nodes:
             self._to_node(node, cluster.DropPlan(plan=test.id))

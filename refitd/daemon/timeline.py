@@ -49,7 +49,7 @@ class _Open:
 
 
 @dataclass(slots=True)
-class _Swap:
+class _SwapTimeline:
     spans: list[TraceSpan] = field(default_factory=list)
     open: dict[Hashable, _Open] = field(default_factory=dict)
     dropped: int = 0
@@ -74,7 +74,7 @@ class Timeline:
     ) -> None:
         """`pid_of` returns a worker's pid, 0 if it has none."""
         self._jobs, self._members, self._pid_of, self._clock = jobs, members, pid_of, clock
-        self._swaps: OrderedDict[str, _Swap] = OrderedDict()
+        self._swaps: OrderedDict[str, _SwapTimeline] = OrderedDict()
         self._latest: str | None = None  # the swap to which digests belong
         self._runs: dict[_Key, tuple[str, int]] = {}  # open runs -> (swap, worker)
         self._plans: OrderedDict[str, tuple[float, float | None]] = OrderedDict()  # loads that no swap has used
@@ -111,7 +111,7 @@ class Timeline:
 
     def part(self, asked: CollectTrace, node: str, host: str, now: float) -> NodeTrace:
         """Return this node's part of a swap's trace; it has no spans if the swap is no longer kept."""
-        found = self._swaps.get(asked.swap) or _Swap()
+        found = self._swaps.get(asked.swap) or _SwapTimeline()
         unended = [TraceSpan(one.who, one.name, one.began, now, is_open=True) for one in found.open.values()]
         kept = (*found.spans, *unended)
         at = found.alignment or self._clock.alignment
@@ -183,7 +183,7 @@ class Timeline:
     def _begin(self, swap: str) -> None:
         self._latest = swap
         if swap not in self._swaps:
-            self._swaps[swap] = _Swap()
+            self._swaps[swap] = _SwapTimeline()
             while len(self._swaps) > MAX_SWAPS:
                 gone, _ = self._swaps.popitem(last=False)
                 self._runs = {run: at for run, at in self._runs.items() if at[0] != gone}
@@ -198,7 +198,7 @@ class Timeline:
             found.add(TraceSpan(one.who, one.name, one.began, self._now, nbytes, note=note[:200]))
             self._aligned(found)
 
-    def _aligned(self, found: _Swap) -> None:
+    def _aligned(self, found: _SwapTimeline) -> None:
         """Keep the most accurate clock alignment of the swap's duration."""
         found.alignment = self._clock.alignment or found.alignment
 
