@@ -1,4 +1,4 @@
-"""Peers that forge, flood, stall or stop half way: refused or bounded, and swaps go on beside them."""
+"""Peers that forge, flood, stall or stop half way are refused or bounded, and swaps continue meanwhile."""
 
 from __future__ import annotations
 
