@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,9 +175,10 @@ class Model:
         )
         return Rank(replica, kind, layout, rank, dtype, live, target)
 
-    def polls(self) -> Engine:
-        """Poll for all ranks, on a thread."""
-        return Engine(*(rank.target for rank in self.ranks))
+    def polls(self) -> AbstractContextManager[object]:
+        """Poll for all ranks on one thread, or have each wait on a thread of its own."""
+        targets = [rank.target for rank in self.ranks]
+        return self.random.choice((Engine(*targets), _waiting(targets)))
 
     def publish(self) -> int:
         """Change nothing, 1 % or all of the elements, and publish; return the version."""
@@ -207,6 +211,26 @@ class Model:
         assert all(len(versions) == 1 for versions in serving.values()), f"{self.name} is torn: {serving}"
         if version is not None:
             assert set().union(*serving.values()) == {version}, f"{self.name}: {serving}, expected {version}"
+
+
+@contextmanager
+def _waiting(targets: Sequence[refitd.Target]) -> Iterator[None]:
+    """Have each target wait for versions on a thread of its own, until the block ends."""
+    is_over = threading.Event()
+
+    def wait(target: refitd.Target) -> None:
+        while not is_over.is_set():
+            with suppress(refitd.DeadlineExceeded):
+                target.wait((target.version or 0) + 1, timeout=0.3)
+
+    with ThreadPoolExecutor(len(targets)) as ranks:
+        waits = [ranks.submit(wait, target) for target in targets]
+        try:
+            yield
+        finally:
+            is_over.set()
+    for one in waits:
+        one.result()
 
 
 def _cut(tensor: torch.Tensor, cut: Cut, place: int, ranks: int) -> torch.Tensor:
