@@ -170,10 +170,15 @@ def start_daemons(
 
 
 def _limit(netns: str, cable: str, mbit: int) -> None:
-    """Limit what leaves at this end of a cable."""
+    """Limit what leaves at this end of a cable.
+
+    The kernel hands over what TCP sends in a millisecond as one packet. One that is larger than the burst is cut into
+    frames of 1,500 bytes, as no NIC of such a speed has its host do: with many cables that takes all cores.
+    """
+    burst_kbit = max(256, 2 * mbit)
     _must(
         *("tc", "-n", netns, "qdisc", "replace", "dev", cable, "root"),
-        *("tbf", "rate", f"{mbit}mbit", "burst", "256kbit", "latency", "100ms"),
+        *("tbf", "rate", f"{mbit}mbit", "burst", f"{burst_kbit}kbit", "latency", "100ms"),
     )
 
 
