@@ -72,14 +72,16 @@ class TwoHosts:
                 _limit(name, cable, mbit)
 
     def lose(self, percent: float) -> str:
-        """Have the cable lose packets at random; return why it cannot, or ""."""
+        """Have both ends lose this share of what arrives, at random; return why they cannot, or ""."""
+        if shutil.which("iptables") is None:
+            return "iptables is not installed"
+        random = ("-m", "statistic", "--mode", "random", "--probability", f"{percent / 100:.4f}", "-j", "DROP")
         for name, cable in zip(self.names, self._cables, strict=True):
-            done = _run(
-                *("tc", "-n", name, "qdisc", "replace", "dev", cable, "root"),
-                *("netem", "loss", f"{percent}%", "delay", "1ms"),
-            )
-            if done.returncode:
-                return f"netem: {done.stderr.strip()}"
+            rules = ("ip", "netns", "exec", name, "iptables", "-w", "5")
+            _must(*rules, "-F", "INPUT")
+            done = _run(*rules, "-A", "INPUT", "-i", cable, *random) if percent else None
+            if done is not None and done.returncode:
+                return f"iptables: {done.stderr.strip()}"
         return ""
 
     def close(self) -> None:
