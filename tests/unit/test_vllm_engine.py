@@ -116,3 +116,15 @@ def test_an_engine_that_is_refused_tries_again(
     assert registered.is_set() and len(tries) == 4
     said = [record.getMessage() for record in caplog.records if "not refitted" in record.getMessage()]
     assert said == ["refitd: this engine is not refitted: replica 'a' is taken; it serves what it has, and tries again"]
+
+
+def test_a_quantised_engine_is_refused_by_the_weights_name_and_with_what_remains(engine: Any) -> None:
+    one = made(engine)
+    one.model_config.quantization = "compressed-tensors"
+    packed = refitd.LoaderTrace(metadata={}, computed={"q_proj.weight": ("q",)}, untouched=(), unused=())
+    says = r"quantised \(compressed-tensors\).*: q_proj\.weight; serve .* or publish a LoRA adapter alone"
+    with pytest.raises(refitd.RefusedError, match=says), one._if_quantised():
+        one._check(packed, {"q_proj.weight": torch.zeros(2)})
+    one.model_config.quantization = None
+    with pytest.raises(refitd.RefusedError, match=r"^1 weights are no copies"), one._if_quantised():
+        one._check(packed, {"q_proj.weight": torch.zeros(2)})
