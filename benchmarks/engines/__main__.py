@@ -59,6 +59,7 @@ COLUMNS = (
     ("refitd, of the fastest native way", "of_native"),
     ("back s", "back_s"),
     ("load", "load"),
+    ("code", "code"),
 )
 NATIVE = ("gloo_s", "disk_s", "pickled_s")
 
@@ -82,7 +83,7 @@ def main() -> int:
             failed.append(name)
             print("\n".join((ran.stdout + ran.stderr).splitlines()[-40:]), file=sys.stderr)
             continue
-        found.append({**json.loads(lines[-1]), "load": f"{os.getloadavg()[1]:.0f}"})
+        found.append({**json.loads(lines[-1]), "load": f"{os.getloadavg()[1]:.0f}", "code": _code()})
         print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     learned = _shapes(failed) if options.only == "*" and not options.quick else []
     wrong = [row["engine"] for row in found if not row["equal"] or row["verified"] != "proven"]
@@ -96,6 +97,12 @@ def main() -> int:
     if failed or wrong:
         print(f"failed: {failed}; weights differ: {wrong}", file=sys.stderr)
     return 1 if failed or wrong or not found else 0
+
+
+def _code() -> str:
+    """Return the commit that is run; "" outside a checkout."""
+    ran = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return ran.stdout.strip()
 
 
 def _keep(found: list[dict[str, Any]], learned: list[dict[str, Any]], *, is_whole: bool) -> None:
@@ -192,7 +199,8 @@ bfloat16. Medians of {rounds} rounds or more; the ways take turns in every round
 - back: from the kill of a server's rank in the middle of a swap until the server that its supervisor starts serves what
   the fleet serves, the longer one of two kills, before and after the decision. Most of it is vLLM's start.
 - Cases are run one after the other, maybe beside other work on the machine: compare within a row. `load`: the machine's
-  load of the last five minutes.
+  load of the last five minutes. `code`: the commit that was run. Rows without it are older: among them are some of an
+  adapter that called engines before a version was staged, and of trainers that published float32.
 - Workers of vLLM spin for a second after each call (`shm_broadcast`, `busy_loop_s`), which takes processors from
   refitd's.
 
