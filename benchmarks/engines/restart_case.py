@@ -3,7 +3,8 @@
     rank killed before the decision    the swap aborts, the fleet serves the old version, so does the next server
     rank killed after the decision     the fleet serves the new version, and the next server is caught up to it
 
-The next swap reaches the server either way. Nobody but the supervisor does anything for it.
+The next swap reaches the server either way. Nobody but the supervisor does anything for it. Last, the trainer leaves in
+the middle of a swap.
 """
 
 from __future__ import annotations
@@ -151,6 +152,15 @@ def _killed(client: Any, trainer: Any, other: Any, work: Path, tp: int) -> dict[
         told.append(versions.is_served(supervisor.server, tp))
         versions.swap()
         told.append(versions.is_served(supervisor.server, tp))
+
+        # the trainer leaves before the decision: what it has published stays, and goes live
+        survivor.holds.clear()
+        swap = versions.begin()
+        assert survivor.is_asked.wait(60), "the swap has not come to its pause"
+        trainer.close()
+        survivor.holds.set()
+        swap.succeeded()
+        told.append(versions.is_served(supervisor.server, tp))
         verified = str(client.verify("policy").outcome)
     finally:
         supervisor.close()
@@ -230,7 +240,7 @@ class Versions:
 
 
 class Swap:
-    """A swap on another thread that is to fail."""
+    """A swap on another thread."""
 
     def __init__(self, client: Any, version: int) -> None:
         self._error: BaseException | None = None
@@ -248,6 +258,11 @@ class Swap:
         self._thread.join(90)
         assert self._error is not None, "the swap has not failed, or not ended"
         return self._error
+
+    def succeeded(self) -> None:
+        """Return once it has."""
+        self._thread.join(90)
+        assert self._error is None and not self._thread.is_alive(), self._error
 
 
 def _until(holds: Callable[[], bool], seconds: float, what: str) -> None:
