@@ -22,7 +22,7 @@ import torch
 
 import refitd
 from refitd.adapters.driving import swap_and_drive
-from refitd.adapters.engine_checks import Offered, check_shapes
+from refitd.adapters.engine_checks import Offered, check_covered, check_shapes
 
 log = logging.getLogger("refitd.sglang")
 
@@ -126,13 +126,7 @@ class Engine:
             own = own or {name: (tuple(t.shape), t.dtype) for name, t in _tensors(settings.checkpoint)}
             check_shapes(own, offered)
         trace = refitd.trace_loader(held, load, offered, owner_rank=rank)
-        wrong = [f"{name}: computed" for name in trace.computed if name in params]
-        wrong += [f"{name}: not offered" for name in trace.untouched if name in params and params[name].numel()]
-        if wrong:
-            raise refitd.RefusedError(
-                f"{len(wrong)} weights of the engine would not be kept up to date: {'; '.join(wrong[:5])}; serve the "
-                "model unquantised, and offer all of its weights"
-            )
+        check_covered(trace, params)
         if settings.check and not self._own:  # later the engine holds other versions than its checkpoint's
             refitd.check_layout(refitd.trace_loader(held, load, own), held, _tensors(settings.checkpoint))
         self._own = own

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import refitd
-from refitd.adapters.engine_checks import Offered, check_shapes
+from refitd.adapters.engine_checks import Offered, check_covered, check_shapes
 
 Init, Update = TypeVar("Init"), TypeVar("Update")
 
@@ -82,6 +82,18 @@ def test_a_tensor_that_the_loader_would_cut_is_refused() -> None:
     check_shapes(own, {**own, "more": ((2,), torch.int8)})
     with pytest.raises(refitd.RefusedError, match=r"q_proj\.weight: the trainer offers \[8, 3\], .* has \[4, 3\]"):
         check_shapes(own, {**own, "q_proj.weight": ((8, 3), torch.float32)})
+
+
+def test_weights_that_the_trainer_calls_otherwise_are_refused_with_the_nearest_names() -> None:
+    offers = [f"net.layers.{n}.mlp.down_proj.weight" for n in range(7)]
+    left = refitd.LoaderTrace({}, {}, ("model.layers.6.mlp.down_proj.weight", "none"), ("norm.bias", *offers))
+    params = {"model.layers.6.mlp.down_proj.weight": torch.zeros(2), "none": torch.zeros(0)}
+    with pytest.raises(refitd.RefusedError, match=r"goes to 1 weights of the engine: model\.layers\.6") as refused:
+        check_covered(left, params)
+    close = str(refused.value).partition("(nearest first) ")[2].split(", ")
+    assert close[0] == offers[6] and len(close) == 5 and "norm.bias" not in close
+    with pytest.raises(refitd.RefusedError, match="of what it offers, the engine takes all"):
+        check_covered(refitd.LoaderTrace({}, {}, ("none",), ()), {"none": torch.zeros(1)})
 
 
 def test_tensors_that_an_engine_takes_nothing_of_are_said(engine: Any, caplog: pytest.LogCaptureFixture) -> None:

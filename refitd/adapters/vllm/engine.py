@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import refitd
-from refitd.adapters.engine_checks import Offered, check_shapes
+from refitd.adapters.engine_checks import Offered, check_covered, check_shapes
 from refitd.adapters.engine_memory import adopt
 from refitd.adapters.vllm.lora import HeldAdapter
 from refitd.adapters.vllm.seams import check_version, is_one_of_many
@@ -344,18 +344,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
 
     def _check(self, trace: refitd.LoaderTrace, params: dict[str, torch.Tensor]) -> None:
         """Refuse weights that no refit would keep up to date."""
-        computed = [name for name in trace.computed if name in params]
-        untouched = [name for name in trace.untouched if name in params and params[name].numel()]
-        if computed:
-            raise refitd.RefusedError(
-                f"{len(computed)} weights are no copies of what the trainer offers (quantised or packed by vLLM): "
-                f"{', '.join(computed[:5])}; serve the model unquantised"
-            )
-        if untouched:
-            raise refitd.RefusedError(
-                f"nothing that the trainer offers goes to {len(untouched)} weights of the engine: "
-                f"{', '.join(untouched[:5])}; it offers {', '.join(trace.unused[:5]) or 'no other tensors'}"
-            )
+        check_covered(trace, params)
         is_tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
         if is_tied and (heads := [name for name in trace.unused if name.endswith("lm_head.weight")]):
             raise refitd.RefusedError(
