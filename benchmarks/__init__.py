@@ -1,1 +1,1 @@
-"""What `scripts/bench` runs: one module per benchmark, each with `run(json_output) -> dict`."""
+"""The benchmarks of `scripts/bench`: one module each, with `run(json_output) -> dict`."""

@@ -1,4 +1,4 @@
-"""What a figure was measured on, and how fast that was at the time."""
+"""Describe the machine of a measurement, and its speed at that time."""
 
 from __future__ import annotations
 

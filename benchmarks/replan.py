@@ -70,7 +70,7 @@ class Fleet:
         for rank, pool, _, _ in received.ranks:
             self._first[pool] = min(rank, self._first.get(pool, rank))
         self.state = CoordinatorState(
-            Config(), "boot", 1, 0.0, self._swap_id, lambda: 1.0, lambda _: None, is_beside=True
+            Config(), "boot", 1, 0.0, self._swap_id, lambda: 1.0, lambda _: None, is_standalone=True
         )
         nodes = sorted({_node(rank) for rank, *_ in received.ranks})
         for number, name in enumerate(nodes):

@@ -1,4 +1,4 @@
-"""A case of the swap benchmark at work: daemons, member processes, and one round of every way."""
+"""Run a case of the swap benchmark: daemons, member processes, and one round of every method."""
 
 from __future__ import annotations
 

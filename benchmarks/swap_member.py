@@ -1,4 +1,4 @@
-"""One process of the swap benchmark: a trainer or engine rank that does what it is told on stdin."""
+"""One process of the swap benchmark: a trainer or engine rank driven over stdin."""
 
 from __future__ import annotations
 

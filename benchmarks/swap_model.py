@@ -1,4 +1,4 @@
-"""The models that the swap benchmark moves, and who holds which part of them."""
+"""The models of the swap benchmark, and their layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the swap benchmark compares with: the same bytes between the same processes, moved by torch.distributed."""
+"""The baselines of the swap benchmark: the same bytes between the same processes, moved by torch.distributed."""
 
 from __future__ import annotations
 

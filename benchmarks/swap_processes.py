@@ -1,4 +1,4 @@
-"""The processes that the swap benchmark starts, and what it reads of their memory."""
+"""Start the swap benchmark's processes, and measure their memory."""
 
 from __future__ import annotations
 

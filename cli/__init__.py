@@ -6,7 +6,7 @@ import sys
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler and (
     os.path.basename(sys.argv[0]) in ("refitd", "refitctl") or sys.argv[0] == "-m"
-):  # a Ctrl-C may come at any time: until `ends` says what becomes of it, it ends the process without a word
+):  # Ctrl-C may come at any time: until `ends` handles it, it ends the process without output
     _before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     from refitd_cli import ends
 

@@ -1,4 +1,4 @@
-"""What a support bundle holds: items that are each bounded, collected one by one, and written as one tar archive."""
+"""The support bundle: items of bounded size, collected one by one and written as one tar archive."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from refitd.protocol.cable_reports import CableRate, CableReport, CableSpeed
 from refitd_cli.output import print_table, size
 from refitd_cli.session import ControlClient
 
-# How many pairs are listed without being asked for.
+# The number of pairs that are listed by default.
 SHOWN_PAIRS = 30
 
 

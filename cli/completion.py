@@ -1,4 +1,4 @@
-"""What a shell completes: the models and replicas that a running daemon knows, asked with a short deadline."""
+"""Shell completion: the models and replicas that a running daemon knows, requested with a short deadline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from refitd_cli.session import Session, connect
 
 DEADLINE_S = 1.0
 
-# Shells insert a completed name as it is, and clients choose their names: `$(...)` or a quote would be obeyed.
+# Shells insert a completed name unquoted, and clients choose their names: `$(...)` or a quote would take effect.
 _PLAIN = re.compile(r"[\w.:/@%+,][\w.:/@%+,=-]*")
 
 
@@ -43,5 +43,5 @@ def _fitting(ctx: click.Context, incomplete: str, names_of: Callable[[StatusRepo
         with ctx.scope(cleanup=False), session.client(ctx.params.get("address")) as client:
             status = client.status(timeout=DEADLINE_S)
     except (RefitdError, OSError):
-        return []  # a shell that waits for a word has no place for errors
+        return []  # a shell that waits for completions cannot show errors
     return sorted(name for name in names_of(status) if name.startswith(incomplete) and _PLAIN.fullmatch(name))

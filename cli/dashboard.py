@@ -1,4 +1,4 @@
-"""The page of `refitctl dashboard`: a cluster's status, swaps, plans and traces, every text of others escaped."""
+"""The page of `refitctl dashboard`: a cluster's status, swaps, plans and traces; all foreign text is escaped."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from refitd_cli.opened import PLAN, RUNNING, TRACE, Opened
 from refitd_cli.output import counted, duration, size, version, versions
 from refitd_cli.view import drained_lines
 
-# Rows of one table; the rest is counted.
+# Limit on the rows of one table; further rows are counted.
 MAX_ROWS = 200
 
-# Characters that stand on one line.
+# Characters that fit on one line.
 SHORT = 24
 
-# Swaps whose traces are offered: what the coordinator keeps.
+# Swaps whose traces are offered: as many as the coordinator keeps.
 TRACES = 16
 
 REFRESH_MS = 1000
@@ -114,7 +114,7 @@ def _allowed(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-# Even a text that were not escaped could run nothing and load nothing.
+# With this policy even unescaped text could neither run nor load anything.
 POLICY = f"default-src 'none'; style-src {_allowed(_STYLE)}; script-src {_allowed(_SCRIPT)}; connect-src 'self'"
 _HTML = "text/html; charset=utf-8"
 
@@ -129,7 +129,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What the page shows: the last answers of the cluster, and why there is no newer one."""
+    """The content of the page: the cluster's last answers, and why there is no newer one."""
 
     status: StatusReport | None
     swaps: Sequence[HistoryEntry]
@@ -148,7 +148,7 @@ class Pages(Mapping[str, Callable[[], Page]]):
         }
 
     def __getitem__(self, path: str) -> Callable[[], Page]:
-        """Return what makes the page of this path."""
+        """Return the function that makes the page of this path."""
         if path in self._fixed:
             return self._fixed[path]
         if (part := self._opened.part(path)) is None:
@@ -157,11 +157,11 @@ class Pages(Mapping[str, Callable[[], Page]]):
         return lambda: _page(text, 200 if stays or path.startswith(f"/{RUNNING}/") else 503)
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the paths that are always there."""
+        """Yield the fixed paths."""
         return iter(self._fixed)
 
     def __len__(self) -> int:
-        """Return how many are always there."""
+        """Return the number of fixed paths."""
         return len(self._fixed)
 
 
@@ -224,7 +224,7 @@ class _Replica:
 
     @property
     def worry(self) -> tuple[int, int, str]:
-        """What sorts the replicas: who serves nothing first, then who lags most."""
+        """The sort key of replicas: those that serve nothing first, then those that lag most."""
         lacking = sum(rank.state not in (ServingState.SERVING, ServingState.SUSPENDED) for rank in self.ranks)
         lacking += self.ranks[0].world_size - len(self.ranks)
         return -lacking if self.served is None else 0, -abs(self.lag) or -lacking, self.name

@@ -13,7 +13,7 @@ import signal
 import sys
 from types import FrameType
 
-EXIT_INTERRUPTED = 130  # as a shell says it of who was ended by SIGINT
+EXIT_INTERRUPTED = 130  # a shell's exit status for a process ended by SIGINT
 MODULES = {"refitd_cli.control": "refitctl", "refitd_cli.daemon": "refitd"}
 _PROGRAMS = tuple(MODULES.values())
 _OWNER = 0o700
@@ -48,7 +48,7 @@ def begin() -> bool:
         # PYTHONUNBUFFERED or -u: what a short write leaves (a full disk, a pipe) would be lost without a word
         fd, encoding, errors = sys.stdout.fileno(), sys.stdout.encoding, sys.stdout.errors
         sys.stdout = open(fd, "w", 1, encoding, errors, closefd=False)  # noqa: SIM115  it stays open
-    os.umask(os.umask(0o077) & ~_OWNER)  # what a program makes, it can open
+    os.umask(os.umask(0o077) & ~_OWNER)  # a umask under which a program can open its own files
     quiet()
     return True
 

@@ -20,7 +20,7 @@ from refitd_cli import ends
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 
-# What some commands import, and the extra that brings it.
+# Packages that some commands import, and the extra that installs each.
 EXTRAS = {"torch": "torch", "opentelemetry": "otel", "opentelemetry.sdk": "otel", "opentelemetry.exporter": "otel"}
 _SENTENCE = 400  # characters
 

@@ -1,4 +1,4 @@
-"""Pieces of the dashboard's page: text of others as HTML, and a part that is fetched once somebody opens it."""
+"""Pieces of the dashboard's page: foreign text as HTML, and parts that are fetched when opened."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from refitd.text import printable
 
 
 def text(given: str) -> str:
-    """Return text of others as HTML: markup and control characters are shown, and do nothing."""
+    """Return foreign text as HTML: markup and control characters are shown without effect."""
     return escape(printable(given))
 
 

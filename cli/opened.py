@@ -1,4 +1,4 @@
-"""What somebody has opened on the dashboard's page: plans and traces, asked of the cluster only then, and kept."""
+"""Parts opened on the dashboard's page: plans and traces, requested from the cluster only then, and cached."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Opened:
         return found
 
     def ask(self, client: ControlClient, status: StatusReport) -> None:
-        """Ask the cluster for what has been wanted since the last time.
+        """Request the parts that were opened since the last call.
 
         Raises:
             TransportError: the daemon is away.

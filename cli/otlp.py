@@ -162,7 +162,7 @@ def spans_of(report: TraceReport) -> Iterator[ReadableSpan]:
 
 
 class _Kept(logging.Handler):
-    """Keeps the last thing that the exporter has complained of, instead of printing it."""
+    """Keeps the exporter's last complaint instead of printing it."""
 
     last = ""
 

@@ -1,4 +1,4 @@
-"""What commands print with `--json` where the client's answer is no report of the protocol."""
+"""The `--json` output of commands whose result is not a report of the protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fleet on one screen: a line per replica, those that hold things up first, as many as there is room for."""
+"""A cluster on one screen: one line per replica, laggards first, as many as fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from refitd.states import LinkState, ServingState
 from refitd_cli.output import rank_ranges, size, version, versions
 from refitd_cli.tables import Grid, grid
 
-# what an operator should look at first
+# the states in the order of their urgency
 _ORDER = (
     ServingState.POISONED,
     ServingState.FENCED,

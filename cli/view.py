@@ -144,7 +144,7 @@ def _target(target: TargetStatus) -> Sequence[str]:
 
 
 def kind(report: SwapReport) -> str:
-    """Return what kind of a swap it was, and which replicas seeded a catch-up."""
+    """Return the kind of a swap, with the seeds of a catch-up."""
     return f"{report.kind} from {', '.join(report.seeds)}" if report.seeds else report.kind
 
 

@@ -143,7 +143,7 @@ class MetricsConfig(Section, frozen=True):
 
     @property
     def of_coordinator(self) -> MetricsConfig:
-        """The settings of the coordinator that a standalone daemon starts: the next port."""
+        """Return the settings for the coordinator that a standalone daemon starts: the next port."""
         if self.address is None or self.address[1] == 0:
             return self
         host, port = self.address
@@ -181,7 +181,7 @@ class Config(Section, frozen=True):
 
     @property
     def coordinator_endpoint(self) -> str:
-        """The endpoint of the coordinator; of several, all of them, for people."""
+        """The endpoints of the coordinator and its standbys as one text, for display."""
         return ", ".join(self.coordinator_endpoints)
 
     @property

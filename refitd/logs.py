@@ -15,8 +15,8 @@ from refitd.text import printable, printable_lines
 _QUOTED = set(' "=')
 
 
-# What is not `info`. warning: something has failed or is missing, and the service has coped; somebody may have to look.
-# error: weights, decisions or this process itself are not as promised. debug: what only a developer follows.
+# Events whose level is not `info`. warning: something failed or is missing, the service coped, somebody may have to
+# look. error: weights, decisions or this process are not as promised. debug: for developers only.
 _LEVELS = {
     "apart": logging.WARNING,
     "bad-message": logging.WARNING,
@@ -102,7 +102,7 @@ def setup(level: str, style: str = "text") -> None:
 
 
 def as_error(line: str) -> str:
-    """Return a line for stderr that is no event, such as why a process does not start: an error, for journald."""
+    """Format text that is not an event (such as why a process does not start) as an error line for journald."""
     return f"<{_PRIORITIES[logging.ERROR]}>{line}" if _is_journal(sys.stderr) else line
 
 

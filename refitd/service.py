@@ -53,7 +53,7 @@ class ServiceManager:
         self._say("READY=1")
 
     def alive(self, now: float) -> None:
-        """Say that this process's loop turns, if it is ready and the unit has a watchdog; call it every second.
+        """Notify the watchdog that this process's loop runs, if it is ready and the unit has one; call it every second.
 
         Args:
             now: monotonic seconds.

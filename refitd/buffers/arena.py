@@ -164,7 +164,7 @@ class MappedArena:
         return self.mapping.exchanges
 
     def leave(self) -> None:
-        """Say that its session has ended: only tensors of this process still lie there."""
+        """Note that its session has ended: only tensors of this process still use it."""
         _left.add(self.mapping)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:

@@ -1,6 +1,6 @@
-"""Memory files mapped at aligned addresses, and what addresses show, moved: two files change places, or pages do.
+"""Map memory files at aligned addresses, and exchange the files or pages behind two ranges of addresses.
 
-Whole tables of pages change places where addresses are aligned to what such a table covers (1 GiB), so that an exchange
+`mremap` moves whole page tables if both addresses are aligned to the range of such a table (1 GiB), so that an exchange
 takes some microseconds per GiB (`man 2 mremap`). Alignment costs address space and nothing else.
 """
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from refitd.errors import ArenaError, CommitError
 
-_GIB, HUGE = 1 << 30, 1 << 21  # what a table of tables of pages covers, and a table of pages
+_GIB, HUGE = 1 << 30, 1 << 21  # the ranges of a page middle directory and of a page table
 _LARGE = 64 << 20  # files from this size on are worth a gibibyte of address space
 
 # These are missing in some Python versions; the numbers are the kernel's (mman-common.h, linux/mman.h).
@@ -27,7 +27,7 @@ _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 _MS_ASYNC = 1
-_SPLITS = 8  # pairs of mappings that make a `SpareMappings`
+_SPLITS = 8  # pairs of mappings in a `SpareMappings`
 _REFUSED = ctypes.c_void_p(-1).value  # what mmap and mremap return then
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -78,7 +78,7 @@ class Mapping:
 
 
 def exchange(one: Mapping, other: Mapping) -> None:
-    """Exchange the files behind two mappings of one size; their addresses stay. Nobody may use them meanwhile.
+    """Exchange the files behind two mappings of one size; addresses stay. No thread may use either during the call.
 
     Raises:
         ArenaError: the kernel refuses; both mappings show what they showed.
@@ -109,10 +109,10 @@ def exchange(one: Mapping, other: Mapping) -> None:
 
 
 def remap(moves: Sequence[Move], done: list[int]) -> None:
-    """Let addresses show what others show now, one after the other; `done` gets an entry for each move.
+    """Move mappings to other addresses, one after the other; `done` gets an entry for each move.
 
-    The addresses that are left stay taken: no other thread's mmap gets them. The interpreter runs no code between two
-    moves, so that an interrupt is raised when `done` says how far they have come.
+    The old addresses stay reserved, so that no other thread's mmap gets them. The interpreter runs no code between two
+    moves, so that `done` is complete when an interrupt is raised.
 
     Raises:
         OSError: the kernel refuses a move; those before it are done.
@@ -127,7 +127,7 @@ def remap(moves: Sequence[Move], done: list[int]) -> None:
 
 
 def undo(moves: Sequence[Move], cause: BaseException) -> None:
-    """Move back what has moved.
+    """Undo these moves, the last one first.
 
     Raises:
         CommitError: the kernel refuses; what the addresses show must not be served.
@@ -147,7 +147,7 @@ def _alignment(nbytes: int) -> int:
 
 
 def reserved(nbytes: int, alignment: int) -> int:
-    """Return an aligned range of addresses that holds nothing; unaligned if address space is short.
+    """Reserve an aligned range of addresses without memory; unaligned if address space is short.
 
     Raises:
         OSError: there is none.
@@ -168,19 +168,19 @@ def reserved(nbytes: int, alignment: int) -> int:
 
 
 def mapped(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
-    """Do as `mmap` of the first bytes of a file, and return the address; raises OSError if the kernel refuses."""
+    """Call `mmap` for the first bytes of a file, and return the address; raises OSError if the kernel refuses."""
     return _checked(lambda: _libc.mmap(address, nbytes, protection, flags, fd, 0))
 
 
 def show_again(here: int, nbytes: int, there: int) -> None:
-    """Map the pages of a shared mapping a second time, in place of what is `there`; raises OSError if that fails."""
+    """Map the pages of a shared mapping a second time, replacing the mapping `there`; raises OSError on failure."""
     _checked(lambda: _libc.mremap(here, 0, nbytes, _MAYMOVE | _FIXED, there))
 
 
 def show_private(here: int, nbytes: int, there: int) -> None:
-    """Put private pages with the bytes of `here` in place of what is `there`.
+    """Replace the mapping `there` by private pages with the bytes of `here`.
 
-    Readers see one or the other, but where limits leave no room beside it: zeros meanwhile.
+    Readers see the old or the new pages. Only if limits leave no room for both, they see zeros in between.
 
     Raises:
         OSError: the kernel refuses; nothing has changed.
@@ -197,10 +197,10 @@ def show_private(here: int, nbytes: int, there: int) -> None:
 
 
 class SpareMappings:
-    """Address space and a few mappings that are not needed, unless to undo what a limit has stopped."""
+    """A reserve of address space and mappings, freed when an exchange that hit a limit must be undone."""
 
     def __init__(self, nbytes: int) -> None:
-        """Take them; raises OSError if there are none."""
+        """Take the reserve; raises OSError if there is not enough."""
         size = nbytes + 2 * _SPLITS * mmap.PAGESIZE
         self._start, self._size = reserved(size, mmap.PAGESIZE), size
         for page in range(_SPLITS):
@@ -210,7 +210,7 @@ class SpareMappings:
                 raise OSError(number, os.strerror(number))
 
     def free(self) -> None:
-        """Give them back; may be called again."""
+        """Free the reserve; may be called again."""
         if self._size:
             _libc.munmap(self._start, self._size)
             self._size = 0
@@ -218,7 +218,7 @@ class SpareMappings:
 
 @contextlib.contextmanager
 def congruent(address: int, nbytes: int) -> Iterator[int]:
-    """Reserve addresses for the block that lie in a page table as `address` does: whole tables then change places.
+    """Reserve addresses during the block, at the same offset in a page table as `address`, so that tables can move.
 
     Raises:
         OSError: there are none.
@@ -232,7 +232,7 @@ def congruent(address: int, nbytes: int) -> Iterator[int]:
 
 
 def is_mapped(address: int, nbytes: int) -> bool:
-    """Return whether there is memory at all of these addresses."""
+    """Return whether all of these addresses are mapped."""
     return not _libc.msync(address, nbytes, _MS_ASYNC)
 
 
@@ -246,7 +246,7 @@ def touched(address: int, nbytes: int, *, write: bool) -> None:
 
 
 def unmapped_with(owner: object, address: int, nbytes: int) -> None:
-    """Unmap a range when its owner goes; not atexit, since other threads may still read when the interpreter ends."""
+    """Unmap a range when its owner is collected; not atexit, because other threads may still read it then."""
     weakref.finalize(owner, _libc.munmap, address, nbytes).atexit = False
 
 

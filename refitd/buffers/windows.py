@@ -1,10 +1,10 @@
-"""An arena shown under memory that exists already: whole pages show the arena's, the edges beside them are copied.
+"""Map an arena's pages over existing memory: whole pages are replaced by the arena's, the edges are copied.
 
     memory   other's | head  page page page  tail | other's        addresses stay as they are
     arena              head [page page page] tail                  the bracket is a window
 
-A window is a second mapping of the live file; a pair has a third one, of the staged file, for each window, and a commit
-moves them in each other's places. What shares a page with memory of others is private and follows by copying.
+A window is a second mapping of the live file. A pair has, for each window, a third mapping, of the staged file; a
+commit exchanges the two. Bytes that share a page with other memory (edges) stay private, and each commit copies them.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _log = logging.getLogger("refitd.client")
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
-# A smaller part is copied as fast as two mappings are moved (measured: 12 us).
+# Copying a smaller part is as fast as moving two mappings (measured: 12 us).
 LEAST = 256 << 10
 
-# Mappings that a window takes: the memory's two rests, itself, two in its pair, and gaps between those. A process has
-# `vm.max_map_count` of all kinds.
+# Mappings per window: the rest of the memory on both sides, the window, two in its pair, and gaps between those. The
+# kernel's limit per process is `vm.max_map_count`.
 _MAPPINGS_EACH = 8
 
-# What small tensors are aligned to by torch: the same offsets in every process, for whoever returns after a crash.
+# torch's alignment of small tensors: offsets are equal in every process, also in the successor after a crash.
 _SMALL_ALIGNMENT = 64
 
 
@@ -64,7 +64,7 @@ class ArenaPart(NamedTuple):
     offset: int
 
     def window(self) -> ArenaPart | None:
-        """Return its whole pages, None if it is too small for a window (wherever it lies)."""
+        """Return its whole pages; None if it is too small for a window at any address."""
         if self.nbytes < LEAST:
             return None
         start = -(-self.address // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -93,7 +93,7 @@ def placed(memory: Sequence[tuple[int, int]]) -> tuple[list[ArenaPart], int]:
 
 
 def most_windows() -> int:
-    """Return how many windows this process may have besides the mappings that it has now."""
+    """Return how many windows this process can add to its present mappings."""
     try:
         limit = int(Path("/proc/sys/vm/max_map_count").read_text())
         return max(0, limit - Path("/proc/self/maps").read_bytes().count(b"\n")) // _MAPPINGS_EACH
@@ -101,30 +101,30 @@ def most_windows() -> int:
         raise ArenaError(f"this process's mappings cannot be counted: {exc}; adopt without keep_addresses") from exc
 
 
-_SHOWN: set[_Windows] = set()  # with what they hold: memory is never freed while its pages are an arena's
+_SHOWN: set[_Windows] = set()  # keeps `_held` alive: memory is never freed while its pages are an arena's
 
 
 class _Windows:
-    """The windows of one arena, apart from it, so that they can be closed when nothing refers to it any more."""
+    """The windows of one arena; a separate object, so that they can be closed once the arena is unreachable."""
 
     def __init__(self, plain: Mapping, parts: Sequence[ArenaPart], held: object) -> None:
         self.plain = plain  # the whole live file
         self.parts = parts
         self.shown: list[ArenaPart] = []
         self._held = held
-        # Plain attributes, tested and set without a call in between, where neither threads nor interrupts come: a lock
-        # would stay locked when an interrupt comes between it and the block that it guards.
+        # Plain attributes, tested and set without a call in between, so that neither threads nor interrupts can come
+        # between. A lock would stay locked if an interrupt came between taking it and the block that it guards.
         self.is_busy = self.ends = False
         self.find_edges()
 
     def show(self, window: ArenaPart) -> str:
-        """Show the arena's pages under a window; return why that is impossible, "" if it is done."""
+        """Map the arena's pages into a window; return why that is impossible, "" if it is done."""
         _SHOWN.add(self)
         self.shown.append(window)
         there, nbytes, offset = window
         here = self.plain.address + offset
         try:
-            # first beside it: this needs no more memory, mappings or address space once the old pages are gone
+            # map at another address first: the move then needs no further memory, mappings or address space
             with congruent(there, nbytes) as beside:
                 show_again(here, nbytes, beside)
                 touched(beside, nbytes, write=True)
@@ -143,7 +143,7 @@ class _Windows:
         return ""
 
     def find_edges(self) -> None:
-        """Find what is not shown by a window."""
+        """Find the parts of the memory outside all windows."""
         windows = {window.address: window for window in self.shown}
         edges: list[ArenaPart] = []
         for part in self.parts:
@@ -164,17 +164,17 @@ class _Windows:
         deque(map(ctypes.memmove, there, here, sizes), maxlen=0)
 
     def keep_edges(self) -> None:
-        """Copy the edges into the live file: what its owner has written there goes with it, as with its pages."""
+        """Copy the edges into the live file, so that the owner's writes to them are kept like those to the pages."""
         here, there, sizes = self._edges_in(self.plain)
         deque(map(ctypes.memmove, there, here, sizes), maxlen=0)
 
     def _edges_in(self, file: Mapping) -> tuple[list[int], list[int], list[int]]:
-        """Return the edges' addresses, those of their bytes in a mapping of the arena, and their sizes."""
+        """Return the edges' addresses, the addresses of their bytes in a mapping of the arena, and their sizes."""
         addresses, sizes, offsets = self._edges
         return addresses.tolist(), (offsets + file.address).tolist(), sizes.tolist()
 
     def close(self) -> None:
-        """Give every window private pages with the live bytes; whoever exchanges them now does it afterwards.
+        """Give every window private pages with the live bytes; during an exchange, the exchanging thread does it.
 
         Never waits: the caller may be a signal handler, or Python's garbage collector, in the middle of an exchange.
         """
@@ -200,28 +200,28 @@ class _Windows:
 
 
 class WindowedArena:
-    """An arena whose live bytes are at addresses that were there before it.
+    """An arena whose live bytes are at the addresses of memory that is older than the arena.
 
-    When it goes, or is left, the addresses have private pages again.
+    When it is collected or left, the addresses get private pages again.
 
     Attributes:
-        refused: {index of a part: reason} of those whose pages could not be shown.
+        refused: {index of a part: reason} for the parts whose pages could not be replaced.
         edge_bytes: the bytes that each commit copies.
     """
 
     device = -1  # main memory
 
     def __init__(self, arena: MappedArena, parts: Sequence[ArenaPart], may_show: Sequence[bool], held: object) -> None:
-        """Copy the parts' bytes into the arena and show its pages instead, where one `may`.
+        """Copy the parts' bytes into the arena, and map its pages over the parts that `may_show` allows.
 
-        `held` keeps the parts' memory from being freed. Nobody may use the parts meanwhile.
+        `held` keeps the parts' memory from being freed. No thread may use the parts during the call.
 
         Raises:
             CommitError: the kernel has unmapped memory that it cannot map again.
         """
         self.nbytes = arena.nbytes
         self._windows = windows = _Windows(arena.mapping, parts, held)
-        weakref.finalize(self, windows.close)  # atexit too: the interpreter's end may free the memory
+        weakref.finalize(self, windows.close)  # also at exit: the interpreter may free the memory then
         self.refused: dict[int, str] = {}
         by_address = sorted(parts)
         self._starts, self._by_address = [part.address for part in by_address], by_address
@@ -243,11 +243,11 @@ class WindowedArena:
 
     @property
     def address(self) -> int:
-        """Where this process shows the whole live arena, beside the memory that it is shown under."""
+        """The address of this process's mapping of the whole live arena, apart from the windows."""
         return self._windows.plain.address
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
-        """Return the offset in the arena of `nbytes` at this process's `address`, None if they are in no part."""
+        """Return the offset in the arena of `nbytes` at this process's `address`; None if no part contains them."""
         index = bisect.bisect_right(self._starts, address) - 1
         if index < 0:
             return None
@@ -255,7 +255,7 @@ class WindowedArena:
         return part.offset + address - part.address if address + nbytes <= part.address + part.nbytes else None
 
     def leave(self) -> None:
-        """Give the memory its private pages back, with the live bytes."""
+        """Give the memory private pages again, with the live bytes."""
         self._windows.close()
 
 
@@ -279,7 +279,7 @@ class WindowPair:
         self._shown = tuple(windows.shown)
         places, end = [], 0
         for window in self._shown:
-            # the same place in a table of pages, so that whole tables change places
+            # the same offset in a page table, so that whole tables can be moved
             end += (window.address - end) % (HUGE if window.nbytes >= HUGE else mmap.PAGESIZE)
             places.append(end)
             end += window.nbytes
@@ -300,11 +300,11 @@ class WindowPair:
 
     @property
     def staging_address(self) -> int:
-        """Where this process shows the whole staging arena."""
+        """The address of this process's mapping of the whole staging arena."""
         return self._staged.address
 
     def exchange(self) -> None:
-        """Exchange what the tensors and the staging arena hold.
+        """Exchange the contents of the tensors and the staging arena.
 
         Raises:
             ArenaError: the kernel refuses; nothing has changed.
@@ -347,7 +347,7 @@ class WindowPair:
                 windows.close()
 
     def copy(self) -> None:
-        """Copy the staging arena's bytes under the tensors; raises CommitError if their memory is given back."""
+        """Copy the staging arena's bytes into the tensors; raises CommitError if their memory was given back."""
         windows = self._live._windows
         self._check_shown(windows)
         windows.is_busy = True

@@ -93,7 +93,7 @@ def read_archive(file: int, offset: int, length: int) -> Archived:
         ValueError: it is not such an archive, is damaged, or holds anything but one dense tensor.
     """
     try:
-        with zipfile.ZipFile(_Part(file, offset, length)) as opened:
+        with zipfile.ZipFile(_FilePart(file, offset, length)) as opened:
             entries = {entry.filename: entry for entry in opened.infolist()}
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, struct.error) as exc:
         raise ValueError(f"it is no archive of torch.save: {exc}") from None
@@ -182,7 +182,7 @@ def _place(file: int, offset: int, length: int, entry: zipfile.ZipInfo) -> int:
     return offset + begin
 
 
-class _Part(io.RawIOBase):
+class _FilePart(io.RawIOBase):
     """A part of a file, as a file that can be read."""
 
     def __init__(self, file: int, offset: int, length: int) -> None:

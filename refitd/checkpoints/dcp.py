@@ -42,11 +42,11 @@ class _Bytes(PickledState):
     pass
 
 
-class _Chunk(PickledState):
+class _StoredChunk(PickledState):
     pass
 
 
-class _Properties(PickledState):
+class _TensorProperties(PickledState):
     pass
 
 
@@ -63,8 +63,8 @@ _CLASSES = {
     "MetadataIndex": _Index,
     "TensorStorageMetadata": _Tensor,
     "BytesStorageMetadata": _Bytes,
-    "ChunkStorageMetadata": _Chunk,
-    "TensorProperties": _Properties,
+    "ChunkStorageMetadata": _StoredChunk,
+    "TensorProperties": _TensorProperties,
     "_MEM_FORMAT_ENCODING": Call(lambda *_: None),
     "StorageMeta": _Other,
 }
@@ -217,7 +217,7 @@ def _said(found: Any) -> _Said:
 
 def _declared(name: str, entry: PickledState) -> _Declared:
     properties, shape, chunks = entry.field("properties"), entry.field("size"), entry.field("chunks")
-    state = properties.state if isinstance(properties, _Properties) else None
+    state = properties.state if isinstance(properties, _TensorProperties) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, str) or dtype not in ELEMENT_SIZES:
         raise ValueError(f"{name!r}: its dtype is {shown(dtype)}, known are {', '.join(ELEMENT_SIZES)}")
@@ -225,7 +225,9 @@ def _declared(name: str, entry: PickledState) -> _Declared:
         raise ValueError(f"{name!r}: its shape is {shown(shape)}, its chunks {shown(chunks)}")
     boxes = []
     for chunk in chunks:
-        offset, size = (chunk.field("offsets"), chunk.field("sizes")) if isinstance(chunk, _Chunk) else (None, None)
+        offset, size = (
+            (chunk.field("offsets"), chunk.field("sizes")) if isinstance(chunk, _StoredChunk) else (None, None)
+        )
         if not are_sizes(offset) or not are_sizes(size) or not len(offset) == len(size) == len(shape):
             raise ValueError(f"{name!r}: a chunk lies at {shown(offset)} and has shape {shown(size)}")
         boxes.append((offset, size))

@@ -38,7 +38,7 @@ class Call:
         raise pickle.UnpicklingError("it gives a function a state")
 
 
-class _Reader(pickle.Unpickler):
+class _InertUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes, known: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any]) -> None:
         super().__init__(io.BytesIO(data))
         self._known = known
@@ -71,6 +71,6 @@ def read_pickle(
         ValueError: the pickle is damaged, or names anything else; says which.
     """
     try:
-        return _Reader(data, known, persistent).load()
+        return _InertUnpickler(data, known, persistent).load()
     except Exception as exc:  # a pickle can make its reader raise anything
         raise ValueError(str(exc) or type(exc).__name__) from None

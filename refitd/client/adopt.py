@@ -1,4 +1,4 @@
-"""Move the parameters and buffers of an existing module into one arena; the tensor objects stay what they are.
+"""Move the parameters and buffers of an existing module into one arena; the tensor objects stay the same.
 
 Bytes move in *parts*: a range of one storage that the module's tensors cover, with all tensors that lie in it. Views of
 each other are in one part and stay views; what a storage holds besides does not move.
@@ -102,7 +102,7 @@ class Adoption:
         is_draft: bool = False,
         home: Arena | None = None,
     ) -> None:
-        """Look at a module, or a list of modules.
+        """Collect what is to be moved of a module, or a list of modules.
 
         Args:
             module: what is to be moved.
@@ -145,7 +145,7 @@ class Adoption:
         self.lay_out(offsets)
 
     def _check(self, storages: Storages, found: list[StoragePart], home: Arena | None) -> None:
-        """Raise RefusedError if others than this module would keep the memory of registered tensors."""
+        """Raise RefusedError if anything outside this module holds the memory of registered tensors."""
         mappings, homes = Mappings(), {} if home is None else {0: home}
         refuse_all(
             f"{one.name}: {problem}"
@@ -155,7 +155,7 @@ class Adoption:
         )
 
     def lay_out(self, offsets: list[int]) -> None:
-        """Say where each part begins in the arena; without it, they are packed in order."""
+        """Set where each part begins in the arena; by default they are packed in order."""
         self.offsets = offsets
         self.contents: dict[str, tuple[int, int]] = {}
         for part, offset in zip(self.parts, offsets, strict=True):
@@ -164,7 +164,7 @@ class Adoption:
                 self.contents[name] = offset + start - part.start, end - start
 
     def perform(self, arena: Arena) -> None:
-        """Copy every part into the arena and point its tensors there; if that fails, all is as it was."""
+        """Copy every part into the arena and point its tensors there; undo everything on failure."""
         done: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -193,27 +193,27 @@ def point(tensor: torch.Tensor, region: torch.Tensor, start: int = 0) -> None:
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors, of anybody, lie in a storage."""
-    spare = torch.empty(1).untyped_storage()  # in which none lies any more: what counts the storage object itself
+    """Return how many tensors use a storage, whoever holds them."""
+    spare = torch.empty(1).untyped_storage()  # the count of a storage without tensors: its own references
     use_count = torch._C._storage_Use_Count
     return int(use_count(storage._cdata) - use_count(spare._cdata))
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that lies where this one does."""
+    """Return a tensor over the same memory as this one."""
     with torch.inference_mode(tensor.is_inference()):
         return torch.Tensor.data.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
 
 
 def set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """Let a tensor lie where another one does; it stays the same object."""
+    """Point a tensor at the memory of another one; it stays the same object."""
     # torch's own attribute: engines' subclasses of Parameter may have another, or a __torch_function__
     with torch._C.DisableTorchFunctionSubclass():
         torch.Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]
 
 
 def kind_problem(value: Any) -> str:
-    """Return why a tensor cannot be moved, by what it is; "" if it can."""
+    """Return why a tensor of this kind cannot be moved; "" if it can."""
     if is_dtensor(value):
         return "it is a DTensor, and FSDP keeps views of its memory; leave adopt out, and versions are copied"
     if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -226,7 +226,7 @@ def kind_problem(value: Any) -> str:
 
 
 def _storages(registered: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> Storages:
-    """Return every storage of these tensors with what is known to lie there: they, and what they are views of."""
+    """Return every storage of these tensors, with its known tensors: these, and the bases of which they are views."""
     found: dict[int, tuple[torch.UntypedStorage, dict[int, Lying]]] = {}
     for named in (registered, others):
         for name, tensor in named.items():
@@ -305,19 +305,19 @@ def _overlapping(sorted_: list[Lying]) -> Iterator[list[Lying]]:
 
 
 def _is_within(one: Lying, other: Lying) -> bool:
-    """Return whether every byte of `one` is one of `other`, which has no gaps."""
+    """Return whether all bytes of `one` belong to `other`, which has no gaps."""
     is_dense = other.tensor.numel() * other.tensor.element_size() == other.end - other.start
     return is_dense and other.start <= one.start and one.end <= other.end
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where in its storage a tensor begins and ends, in bytes."""
+    """Return the range of bytes that a tensor spans in its storage."""
     start = int(tensor.storage_offset()) * tensor.element_size()
     return start, start + extent(tensor.shape, byte_strides(tensor), tensor.element_size())
 
 
 class Mappings:
-    """This process's memory map: what memory is shared, and what is a private view of a file."""
+    """This process's memory map, to tell which memory is shared, and which is a private view of a file."""
 
     def __init__(self) -> None:
         rows = []

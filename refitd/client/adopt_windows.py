@@ -1,4 +1,4 @@
-"""Adopt a module's tensors where they are: an arena is shown under their addresses, which captured graphs may hold."""
+"""Adopt a module's tensors in place: map an arena's pages at their addresses, which captured graphs may contain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from refitd.errors import RefusedError
 
 
 class WindowedAdoption(Adoption):
-    """An adoption in which nothing moves. Parts are shown an arena's pages, or copied at each commit.
+    """An adoption that keeps addresses. Parts are shown an arena's pages, or copied at each commit.
 
     Views that others hold of a part go on to show it, so only its gaps must be nobody's.
     """
@@ -43,7 +43,7 @@ class WindowedAdoption(Adoption):
         self.lay_out([part.offset for part in found])
 
     def show(self, arena: MappedArena) -> WindowedArena:
-        """Show the arena under the tensors, its bytes now theirs; if that fails, all is as it was.
+        """Map the arena's pages, with the tensors' bytes, at the tensors' addresses; undo everything on failure.
 
         Raises:
             CommitError: the kernel has unmapped memory that it cannot map again.
@@ -72,7 +72,7 @@ class WindowedAdoption(Adoption):
         return shown
 
     def _check(self, storages: Storages, found: list[StoragePart], home: Arena | None) -> None:
-        """Raise RefusedError if others than this module may have memory in the gaps of a part."""
+        """Raise RefusedError if anything outside this module may use memory in the gaps of a part."""
         lying = {storage._cdata: found for storage, found in storages}
         refuse_all(
             f"{part.names[0]}: tensors outside this module ({others}) share its memory, and may lie in its gaps, which "
@@ -83,7 +83,7 @@ class WindowedAdoption(Adoption):
         )
 
     def _obstacle(self, index: int, mappings: Mappings) -> str:
-        """Return why an arena cannot be shown under a part, "" if it may."""
+        """Return why an arena cannot be mapped at a part's addresses, "" if it can."""
         part = self._memory[index]
         if part.window() is None:
             return f"it has less than {LEAST >> 10} KiB"
@@ -94,7 +94,7 @@ class WindowedAdoption(Adoption):
         return ""
 
     def _leave_room(self) -> None:
-        """Copy the smallest parts where the process would otherwise have too many mappings."""
+        """Mark the smallest parts to be copied at commits, if the process would otherwise have too many mappings."""
         shown = [index for index in range(len(self._memory)) if index not in self._copied]
         room = most_windows()
         for index in sorted(shown, key=lambda index: -self._memory[index].nbytes)[room:]:
@@ -115,7 +115,7 @@ def _never_resized(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _is_covered(part: StoragePart, lying: Sequence[Lying]) -> bool:
-    """Return whether tensors without gaps, of the module, cover a part."""
+    """Return whether gapless tensors of the module cover a part completely."""
     end = part.start
     for one in sorted(lying, key=lambda one: one.start):
         if one.tensor.numel() * one.tensor.element_size() == one.end - one.start and one.start <= end:

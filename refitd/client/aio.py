@@ -1,4 +1,4 @@
-"""Awaitable forms of the client's blocking methods, for engines and trainers whose loop must not stand still."""
+"""Awaitable forms of the client's blocking methods, for engines and trainers with an asyncio loop."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from refitd.buffers.capacity import descriptors_left
 
-# Descriptors that are left to the application.
+# Number of descriptors that stay free for the application.
 _RESERVE = 256
 
 _MAPS = Path("/proc/self/maps")

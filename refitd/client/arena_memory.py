@@ -41,7 +41,7 @@ class ArenaMemory:
         self._connection = line
         self._arenas: dict[int, Home] = {}
         self._contents: dict[int, Contents] = {}  # by arena: where which tensor was placed
-        self._estranged: set[int] = set()  # arenas that show another file here than in the daemon
+        self._estranged: set[int] = set()  # arenas whose file here differs from the daemon's
         self._registered: list[Source | StreamedSource | Target | ReplicaController] = []
 
     @needing_torch("Client.allocate")
@@ -262,7 +262,7 @@ class ArenaMemory:
                     f"arena {min(used)} holds tensors that are registered as {registered.member}; close that first"
                 )
         for arena in sorted(arena for arena in arenas if arena is not None):
-            if arena >= 0:  # else the daemon has not got it back
+            if arena >= 0:  # otherwise it was never given back to the daemon
                 connection.request(local.FreeArena(arena=arena), local.Done, timeout)
             freed = self._arenas.pop(arena, None)
             if isinstance(freed, MappedArena | WindowedArena):
@@ -272,7 +272,7 @@ class ArenaMemory:
             self._contents.pop(arena, None)
 
     def _leave_arenas(self) -> None:
-        """Give up all arenas; tensors in them keep the memory mapped."""
+        """Forget all arenas; tensors in them keep the memory mapped."""
         for arena in self._arenas.values():
             if isinstance(arena, MappedArena | WindowedArena):
                 arena.leave()

@@ -40,7 +40,7 @@ class Draft(Generic[M]):
         """
         self._make = make
         order: dict[int, int] = {}
-        kept: list[torch.Tensor] = []  # so that no id is used again
+        kept: list[torch.Tensor] = []  # keeps them alive, so that no id is reused
 
         def note(module: torch.nn.Module, name: str, param: torch.nn.Parameter) -> None:
             order.setdefault(id(param), len(kept))
@@ -124,7 +124,7 @@ def registrations(
     buffer: Callable[[torch.nn.Module, str, Any], None] | None = None,
     child: Callable[[torch.nn.Module, str, Any], None] | None = None,
 ) -> Iterator[None]:
-    """Call these for what this thread registers in a module, with module and name, before it is there."""
+    """Call hooks with module and name before each registration of this thread in a module."""
     me = threading.get_ident()
 
     def mine(seen: Callable[..., None]) -> Callable[..., None]:

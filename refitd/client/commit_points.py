@@ -12,7 +12,7 @@ from refitd.protocol import local
 # How long a rank waits in a poll to learn in which poll its replica commits.
 IN_STEP_S = 30.0
 
-# How long a rank in `wait` does not commit because others may be in a step that it has not begun: they may wait for it.
+# How long a rank in `wait` holds back its commit because others may be in a step that it has not begun and wait for it.
 EARLY_S = 3.0
 
 # How long `wait` sleeps before it reads the permit again.
@@ -28,7 +28,7 @@ class CommitPoints:
     def __init__(self, state: CommitState, *, is_called_back: bool) -> None:
         self._state = state
         self._is_called_back = is_called_back
-        self._early = ("", 0.0)  # the swap that a `wait` has held back, and since when
+        self._early = ("", 0.0)  # the swap that a `wait` holds back, and since when
 
     def polled(self, step: int | None, *, begin: bool) -> local.PrepareCommit | None:
         """Count a poll; return the commit due in it, or None."""
@@ -107,7 +107,7 @@ class CommitPoints:
                     return found
 
     def _stand(self, seconds: float) -> None:
-        """Wait for a change; a version that is decided meanwhile is answered with that, without this thread."""
+        """Wait for a change. If a version is decided meanwhile, the notification thread reports this wait."""
         state = self._state
         state.waiting += not self._is_called_back
         try:
@@ -119,13 +119,13 @@ class CommitPoints:
             state.waiting -= not self._is_called_back
 
     def _leave(self) -> None:
-        """Say that this rank no longer waits, if it has said that it does."""
+        """Report that this rank no longer waits, if it has reported that it waits."""
         state = self._state
         if state.steps.stands and state.prepare is not None:
             state.say_where(state.prepare)
 
     def _takes(self) -> local.PrepareCommit | None:
-        """Return what a rank in `wait`, which computes nothing, may commit now."""
+        """Return the commit that a rank in `wait` may perform now; it computes nothing meanwhile."""
         state, prepare = self._state, self._state.prepare
         if prepare is None or state.taking is not None or self._is_called_back:
             return None  # with on_pause or on_commit, the thread of the callback commits
@@ -133,7 +133,7 @@ class CommitPoints:
         return prepare if not prepare.lockstep or (is_known and not self._is_early(prepare)) else None
 
     def _is_early(self, prepare: local.PrepareCommit) -> bool:
-        """Return whether this rank is to be held back: its next poll is before the one that it was told."""
+        """Return whether this rank must wait: its next poll comes before the one in which it must commit."""
         if not self._state.steps.is_early():
             return False
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a target and its daemon know of its commits: one state, under one lock."""
+"""The commit state of a target, shared with its daemon's notifications, under one lock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_SAID_S = 86_400.0
 
 
 class CommitState:
-    """Shared by the thread that polls, that of a callback and that which hears the daemon. `changed` guards it."""
+    """Shared by the polling thread, a callback's thread and the notification thread. `changed` guards it."""
 
     def __init__(
         self,
@@ -42,12 +42,12 @@ class CommitState:
         self.prepare: local.PrepareCommit | None = None  # decided and not yet committed
         self.taking: local.PrepareCommit | None = None  # being committed by a thread now
         self.taker = 0  # that thread's id
-        self.taken = ""  # the swap that was committed last
-        self.ended = ""  # the swap whose commit has ended last; while it is pending, only its report is missing
+        self.taken = ""  # the swap committed last
+        self.ended = ""  # the swap whose commit ended last; while it is still pending, only its report is missing
         self.exchanged = False  # whether that exchanged the arenas
         self.last_pause_s = 0.0  # how long that took
         self.flipped = ""  # the swap that exchanged the arenas last, committed or not
-        self.is_estranged = False  # its live arena shows another file here than in the daemon
+        self.is_estranged = False  # the file of its live arena here differs from the daemon's
         self.asked: local.AskPause | None = None  # the current request to pause
         self.applied: local.CommitApplied | None = None
         self.fenced = ""
@@ -55,7 +55,7 @@ class CommitState:
         self.stood_down = False  # on_resume was called with None because the daemon had ended
         self.failure: local.Failure | None = None
         self.error: RefitdError | None = None  # why a callback's commit failed, or the loss of the daemon
-        self.version: int | None = registered.version  # that the tensors hold; None while that is no whole one
+        self.version: int | None = registered.version  # held by the tensors; None while they hold no whole version
         self.run = registered.run  # of the version that the tensors held last
         self.permit: Permit | None = permit
         self.closed = self.is_evicted = self.suspended = False
@@ -99,7 +99,7 @@ class CommitState:
             raise RefusedError(self.fenced)
 
     def tell(self, message: local.Told | local.StepReached) -> None:
-        """Say something about a commit to the daemon, unless it has ended: the next one learns what came of it."""
+        """Report a commit's progress to the daemon, unless it has ended: its successor learns the outcome."""
         connection = self.connection
         try:
             connection.tell(message)
@@ -112,7 +112,7 @@ class CommitState:
         self.tell(self.steps.reached(prepare.swap, self.member, stands))
 
     def registered_again(self, connection: Connection, registered: local.TargetRegistered, permit: Permit) -> None:
-        """Go on with the next daemon."""
+        """Continue with the next daemon."""
         with self.lock:
             self.member, self.connection, self.permit = registered.member, connection, permit
             self.away = self.fenced = self.flipped = ""
@@ -127,7 +127,7 @@ class CommitState:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Commit and serve nothing any more."""
+        """End all commits and serve nothing any more."""
         with self.lock:
             self.closed = True
             self.prepare = None
@@ -136,7 +136,7 @@ class CommitState:
             self.changed.notify_all()
 
     def hear(self, message: Message) -> None:
-        """Take in what the daemon says."""
+        """Handle a notification of the daemon."""
         with self.lock:
             match message:
                 case local.PrepareCommit() if self.closed:

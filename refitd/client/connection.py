@@ -54,7 +54,7 @@ _log = logging.getLogger("refitd.client")
 # The number of abandoned requests to remember: their replies may still come and must be undone.
 ABANDONED = 1024
 
-# Requests that are undone when nobody waits for their replies any more; how long the next such request waits for that.
+# Requests that are undone when abandoned, and how long the next such request waits for that.
 _UNDONE = (local.RegisterSource, local.RegisterTarget, local.CreateArena, control.RegisterController)
 SETTLE_S, _LOOK_S = 1.0, 0.005
 
@@ -83,7 +83,7 @@ class Connection:
         """
         self.directory = Path(os.path.abspath(directory))  # must stay valid after a change of working directory
         self.pid = os.getpid()
-        # whether its owner waits for the next daemon when this one has ended: nothing is final then
+        # whether its owner waits for the next daemon after this one's end: no loss is final then
         self.is_awaited = False
         self.files: ArenaFiles | None = None  # where descriptors of arenas are kept
         require_descriptors(CLIENT_DESCRIPTORS, "a connection to the refitd daemon")

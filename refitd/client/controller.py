@@ -36,7 +36,7 @@ class ReplicaController:
         self.replica = message.replica
         self.member = member
         self._line, self._message = line, message
-        self.error: RefitdError | None = None  # why a hook failed last, or the loss of the daemon
+        self.error: RefitdError | None = None  # the last hook's error, or the loss of the daemon
         self.is_paused = False
         self._connection = connection
         self._pause, self._commit, self._resume = pause, commit, resume
@@ -57,7 +57,7 @@ class ReplicaController:
         self._line.deregister(self._connection, self.member)
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
-        """Nothing of it lies in arenas that have got other numbers."""
+        """Do nothing: a controller has no tensors in arenas."""
 
     def register_again(self, connection: Connection, give: Give, timeout: float) -> None:
         """Register over a new connection; raises RefitdError if that is refused, or the daemon is gone again."""
@@ -66,7 +66,7 @@ class ReplicaController:
         connection.listen(self.member, self._asked.put)
 
     def give_up(self, failure: local.Failure) -> None:
-        """Take note that it could not be registered again; its thread ends."""
+        """Record that it could not be registered again; its thread ends."""
         self._connection.is_awaited = False
         self._asked.put(failure)
 
@@ -102,7 +102,7 @@ class ReplicaController:
             self._go_on(None)  # nobody says any more what it may serve
 
     def _answer(self, swap: str, what: str, hook: Callable[[int], object] | None, version: int) -> None:
-        """Call a hook and report how it went."""
+        """Call a hook and report the result."""
         assert what in ("pause", "commit")
         _log.info("swap=%s member=%s version=%s %s", swap, self.member, version, what)
         if not self.is_paused:

@@ -1,4 +1,4 @@
-"""Which tensors of a registration are left alone: what a target keeps of its own, what a partial source leaves out."""
+"""Choose the tensors that a registration leaves out: a target's own ones, and those a partial source does not offer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Keeps:
     patterns: tuple[str, ...] = ()
     offered: frozenset[str] | None = None
     all_but: bool = False
-    elsewhere: bool = False  # other ranks hold other tensors, which a pattern may be meant for
+    elsewhere: bool = False  # a pattern may be meant for tensors of other ranks
 
     def of(self, metadata: Sequence[ParameterMetadata]) -> list[ParameterMetadata]:
         """Return the descriptions of what is kept.

@@ -1,4 +1,4 @@
-"""Place what a block of code registers in modules into one arena, while it runs or when it ends."""
+"""Place the parameters and buffers that a block of code registers into one arena, during the block or at its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _thread = threading.local()  # `block`: the one that this thread is in
 
 @dataclass(slots=True)
 class Placed:
-    """What `Client.memory` has placed; all is zero and empty until its block has ended.
+    """The result of `Client.memory`; zero and empty until its block has ended.
 
     Attributes:
         tensors, nbytes, left: as in `Adopted`.
@@ -39,7 +39,7 @@ class Placed:
 
 
 def check_outside(what: str) -> None:
-    """Raise RefusedError if this thread is in a block: two of these would want the same tensors."""
+    """Raise RefusedError if this thread is in a block already: both would take the same tensors."""
     block = getattr(_thread, "block", None)
     if block is not None:
         raise RefusedError(f"{what} inside {block.called} of the same thread; call it outside that block")
@@ -103,7 +103,7 @@ class MemoryBlock:
         self._place(module, name, param)
 
     def _registers(self, module: torch.nn.Module, name: str, _: Any = None) -> None:
-        """Note a registration, and place what was registered before it.
+        """Record a registration, and place the tensors registered before it.
 
         Only then does torch say whether a buffer is persistent, and loaders have let go of a parameter's value.
         """
@@ -123,7 +123,7 @@ class MemoryBlock:
 
 
 class _Region(NamedTuple):
-    """Bytes [start, end) of the arena, taken by a storage; None: by one that is going to be there."""
+    """Bytes [start, end) of the arena, taken by a storage; None: reserved for one."""
 
     start: int
     end: int
@@ -132,12 +132,12 @@ class _Region(NamedTuple):
     tensor: weakref.ref[torch.Tensor] | None = None
 
     def is_free(self) -> bool:
-        """Whether no tensor of anybody lies there any more."""
+        """Whether no tensor uses these bytes any more."""
         return self.storage is not None and self.storage.expired()
 
 
 class Space:
-    """An arena that fills up, and which of its bytes are in use."""
+    """An arena that is being filled, and its used bytes."""
 
     def __init__(self, arena: Arena, called: str) -> None:
         """`called` is what the user has called, for errors."""
@@ -147,7 +147,7 @@ class Space:
         self._end = 0
 
     def place(self, name: str, tensor: torch.Tensor) -> None:
-        """Move a tensor that is alone here, if there is room: what has none now may have some when all is built."""
+        """Move an unshared tensor into the arena if there is room; if not, the block's end tries again."""
         start = self._room(tensor.untyped_storage().nbytes())
         if start is not None:
             move_alone(tensor, self.arena, start)
@@ -156,7 +156,7 @@ class Space:
             self._regions.append(_Region(start, end, name, StorageWeakRef(storage), weakref.ref(tensor)))
 
     def adopt(self, roots: list[torch.nn.Module], arenas: Mapping[int, Home]) -> Adoption:
-        """Move what of these modules is elsewhere here, and what is here and in none of them away.
+        """Move these modules' remaining tensors into the arena, and all other tensors out of it.
 
         Raises:
             RefusedError: a tensor cannot be moved, or there is no room. The modules are as they were.
@@ -175,16 +175,16 @@ class Space:
         return adoption
 
     def put_back(self) -> None:
-        """Give every tensor that was moved here memory of its own, except those that others share."""
+        """Give every tensor that was moved into the arena memory of its own, except shared ones."""
         for region in self._regions:
             if (tensor := self._only_tensor(region)) is not None:
                 _move_out(tensor)
 
     def _let_go(self, kept: set[int]) -> None:
-        """Move tensors that are in no module, or in no version, away: an exchange of arenas would take their values."""
+        """Move tensors out that are in no module or no version: an exchange of arenas would change their values."""
         strays = [one for one in self._regions if one.storage and one.storage.cdata not in kept]
         if not all(region.is_free() for region in strays):
-            gc.collect()  # what is held may be part of a cycle
+            gc.collect()  # the holder may be part of a cycle
         problems = []
         for region in [one for one in strays if not one.is_free()]:
             if (tensor := self._only_tensor(region)) is not None:
@@ -204,7 +204,7 @@ class Space:
         return tensor if holders(tensor.untyped_storage()) == 1 else None
 
     def _offsets(self, parts: list[StoragePart]) -> list[int]:
-        """Return where each part is, or is to be; raises RefusedError if there is no room."""
+        """Return the present or future offset of each part; raises RefusedError if there is no room."""
         found, missing = [], []
         for part in parts:
             offset = self.arena.offset_of(part.storage.data_ptr() + part.start, part.nbytes)
@@ -216,7 +216,7 @@ class Space:
                 found.append(offset)
         if missing:
             has, needed = self.arena.nbytes, sum(_rounded(part.nbytes) for part in parts)
-            if needed <= has:  # room is left in pieces that are too small
+            if needed <= has:  # the free space is fragmented
                 needed = has + sum(_rounded(part.nbytes) for part in missing)
             names = ", ".join(part.names[0] for part in missing[:10]) + (", ..." if missing[10:] else "")
             raise RefusedError(
@@ -226,7 +226,7 @@ class Space:
         return found
 
     def _room(self, nbytes: int) -> int | None:
-        """Return where this many bytes are free, at the end or else between what is still used; None: nowhere."""
+        """Return the offset of so many free bytes, at the end or else between used regions; None if there are none."""
         size, start = _rounded(nbytes), self._end
         if start + size > self.arena.nbytes:
             self._regions = sorted((one for one in self._regions if not one.is_free()), key=lambda one: one.start)

@@ -1,4 +1,4 @@
-"""MXFP8 and casts in registrations: how a target's tensors are converted, and a source what it offers."""
+"""MXFP8 and casts in registrations: conversions of a target's tensors, and of a source's at publishing."""
 
 from __future__ import annotations
 

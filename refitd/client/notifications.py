@@ -45,7 +45,7 @@ class _Notice:
 
 
 class Notifications:
-    """The thread that calls listeners: one of them may wait for a thread that waits for a reply.
+    """The thread that calls listeners; a thread of its own, because a listener may wait for one that awaits a reply.
 
     Attributes:
         arrived: the number of notifications that have come.

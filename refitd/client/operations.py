@@ -1,4 +1,4 @@
-"""What operators and trainers ask of the whole cluster: swaps, status, plans, proofs."""
+"""Requests about the whole cluster by operators and trainers: swaps, status, plans, verification."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class JournalWritten(Struct, frozen=True):
 
 
 class FilesRead(Struct, frozen=True):
-    """The list of admitted keys and the cluster file were read again. `waiter` asked for it, if any.
+    """The list of admitted keys and the cluster file were read again; `waiter` asked for it, if anybody did.
 
     Each is None if this coordinator uses none.
     """
@@ -58,7 +58,7 @@ class FilesRead(Struct, frozen=True):
 
 
 class DrainWritten(Struct, frozen=True):
-    """The journal has this change of a drain, for which `waiter` waits, if anybody does."""
+    """The journal has recorded this change of a drain; `waiter` asked for it, if anybody did."""
 
     drain: Drain
     waiter: tuple[bytes, int] | None = None
@@ -79,7 +79,7 @@ class Send(Struct, frozen=True):
 
 
 class Answer(Struct, frozen=True):
-    """Send a daemon what `make` returns. Make and encode it on another thread, because it takes long."""
+    """Send a daemon the result of `make`, which takes long: call it, and encode the result, on another thread."""
 
     identity: bytes
     request: int

@@ -1,4 +1,4 @@
-"""The speeds of the nodes' cables that plans go by, from the file that transport.cables names."""
+"""The cable speeds that plans assume, from the cluster file that transport.cables names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cables_for(cluster: ClusterSpeeds | None, nodes: Iterable[str]) -> Cables:
 
 
 def with_speeds(report: ReloadReport, cluster: ClusterSpeeds | None, nodes: Collection[str]) -> ReloadReport:
-    """Return a report that also says which speeds plans go by, and of which nodes there are none here."""
+    """Add to a report the speeds that plans assume, and the nodes of the cluster file that are not connected."""
     if cluster is None:
         return report
     return replace(report, cables=cluster.name, absent=tuple(sorted(unknown_nodes(cluster, nodes))))

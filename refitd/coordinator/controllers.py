@@ -1,4 +1,4 @@
-"""Replica controllers: who pauses, commits and resumes an engine for all of its ranks, and how far they are.
+"""Replica controllers: clients that pause, commit and resume an engine for all of its ranks, and their progress.
 
 A controller is a member of every swap of its replica: it is asked to pause before the decision, called once all ranks
 know of the decision, and resumed once none of them has the version pending any more. A controller that comes while
@@ -20,11 +20,11 @@ from refitd.protocol.base import Message
 
 MAX_CONTROLLERS = 1 << 16
 
-# Repeated calls of a commit that failed while ranks still have the version pending, and the pause that each adds.
+# Retries of a failed commit hook while ranks still have the version pending, and the pause that each adds.
 COMMIT_AGAIN = 3
 COMMIT_PAUSE_S = 3.0
 
-# How long a controller whose swap is not known waits for its replica's ranks before it hears that they serve nothing.
+# A controller whose swap is unknown waits this long for its replica's ranks; then it is told that they serve nothing.
 RANKS_S = 15.0
 
 Step = Callable[[str, decision.Event, float], None]
@@ -166,10 +166,10 @@ class Controllers:
         else:
             self._gather(found, now)
 
-    # --- what follows from the ranks ----------------------------------------------------------------------
+    # --- changes of ranks ---------------------------------------------------------------------------------
 
     def ranks_changed(self, model: str, replica: str, now: float) -> None:
-        """Go on after a rank of this replica registered, committed, failed or left."""
+        """Continue after a rank of this replica registered, committed, failed or left."""
         state = self._models.get(model)
         found = None if state is None else state.fleet.controllers.get(replica)
         if found is not None:

@@ -15,7 +15,7 @@ from refitd.errors import RefusedError
 from refitd.protocol.base import Message
 from refitd.protocol.reports import DrainedSource, DrainReport, ReplicaName, ResumeReport
 
-# Replicas that are noted of a drained node. Beyond it, one that loses its rank there is no longer left out, but missed.
+# Limit on replicas recorded for a drained node. A further one that loses its rank there counts as incomplete instead.
 MAX_REPLICAS = 4096
 
 
@@ -83,7 +83,7 @@ class Drains:
             self._out(WriteDrain(Drain(node, known | {(model, replica)})))
 
     def written(self, event: DrainWritten, now: float) -> None:
-        """Apply a change that the journal has; whoever asked is answered first."""
+        """Apply a change that the journal has recorded, after answering the request."""
         node, replicas, waiter = event.drain.node, event.drain.replicas, event.waiter
         if replicas is not None:
             self.nodes[node] = replicas

@@ -1,4 +1,4 @@
-"""Say which version may be swapped into a model's targets, and if none may, what is missing and where."""
+"""Choose the version that may be swapped into a model's targets; if none may, say what is missing and where."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _check_held(model: Model, member: Member) -> None:
 
 
 def unoffered(model: Model) -> list[str]:
-    """Return what targets want in MXFP8 and no source offers, and what replicas keep that they must not."""
+    """Return the parts that targets want in MXFP8 and no source offers, and tensors that replicas may not keep."""
     found = [f"{m.describe()}: {what}" for m in model.targets.values() for what in _unoffered(model, m)]
     for replica in sorted({replica for replica, _ in model.targets}):
         found += [f"replica {replica!r}: {what}" for what in _unfollowable(model, replica)]

@@ -1,4 +1,4 @@
-"""Tell nodes what is live, and fence ranks that serve something else."""
+"""Tell nodes which version is live, and fence ranks that serve another one."""
 
 from __future__ import annotations
 

@@ -81,11 +81,11 @@ class _Known:
 
 @dataclass(slots=True)
 class LiveVersions:
-    """The live versions. `recover` journals what only daemons knew."""
+    """The live versions. `recover` journals those that only daemons knew."""
 
     past: Past
     started: float
-    is_beside: bool  # started by a standalone daemon, usually the only daemon to wait for
+    is_standalone: bool  # started by a standalone daemon, usually the only daemon to wait for
     recover: Callable[[Recovered], None]
     wall_clock: Callable[[], float]
     log: Callable[..., None]
@@ -181,7 +181,7 @@ class LiveVersions:
         return True
 
     def serves(self, model: str, who: str, version: int, run: str) -> bool:
-        """Take what a registering rank serves as live if nothing better is known; return whether it was taken."""
+        """Take a registering rank's version as live if nothing better is known; return whether it was taken."""
         known = self._of(model)
         ours = known.live
         unsure = ours is None or (not ours.sequence and version > ours.version)
@@ -199,7 +199,7 @@ class LiveVersions:
         self._continued.add(journal)
         self.recover(Recovered(model, live, journal, self.wall_clock(), self.highest(model)))
 
-    # --- when it is known ---------------------------------------------------------------------------------
+    # --- when swaps may begin -----------------------------------------------------------------------------
 
     def is_settled(self, now: float) -> bool:
         """Whether swaps may begin: daemons that could know more have had time to report."""
@@ -214,7 +214,7 @@ class LiveVersions:
 
     def heard(self, now: float) -> bool:
         """Note that daemons have reported all they know; return whether swaps may begin."""
-        if not self._in_doubt and (self.is_beside or not self.past.is_new):
+        if not self._in_doubt and (self.is_standalone or not self.past.is_new):
             self._settled = True
         return self.is_settled(now)
 

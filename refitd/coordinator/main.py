@@ -80,7 +80,7 @@ class CoordinatorShell:
         journal: Journal,
         log: EventLog,
         told: tuple[int, int],
-        is_beside: bool = False,
+        is_standalone: bool = False,
         monitor: CoordinatorMonitor | None = None,
         manager: service.ServiceManager | None = None,
     ) -> None:
@@ -114,7 +114,7 @@ class CoordinatorShell:
             recent=journal.recent,
             past=journal,
             drained=journal.drained(),
-            is_beside=is_beside,
+            is_standalone=is_standalone,
             host=socket.gethostname(),
             speeds=read_cluster(config),
         )
@@ -133,7 +133,7 @@ class CoordinatorShell:
         poller = zmq.Poller()
         poller.register(wakeup, zmq.POLLIN)
         poller.register(self._told_r, zmq.POLLIN)
-        for sock in (self._router.socket, *self._router.doors):
+        for sock in (self._router.socket, *self._router.control_sockets):
             poller.register(sock, zmq.POLLIN)
         next_tick = time.monotonic() + _TICK_S
         self._publish()

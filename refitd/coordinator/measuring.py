@@ -17,14 +17,14 @@ from refitd.protocol import cluster, local
 from refitd.protocol.base import Message, clipped
 from refitd.protocol.cable_reports import CableRate, CablesMeasured
 
-# Messages so short that a slow cable carries several a second. Each worker has four in flight with each other one.
+# Messages are short, so that a slow cable carries several per second. Each worker has four in flight with each peer.
 MESSAGE_BYTES = 256 << 10
 # Seconds for workers to join the epoch, and for their answers beyond those of the test.
 JOIN_S, MARGIN_S = 40.0, 5.0
 
 
 @dataclass(slots=True)
-class _Test:
+class _RunningTest:
     id: str
     waiter: Waiter
     epoch: cluster.EpochPlan
@@ -47,7 +47,7 @@ class CableTests:
     ) -> None:
         self._epochs, self._config, self._nodes, self._models = epochs, config, nodes, models
         self._to_node, self._log = to_node, log
-        self._running: _Test | None = None
+        self._running: _RunningTest | None = None
         self.answer: Callable[[Waiter, Message], None] = lambda waiter, message: None
 
     def begin(self, asked: local.MeasureCables, waiter: Waiter, now: float) -> None:
@@ -74,7 +74,7 @@ class CableTests:
         )
         test = f"cables.{epoch.id}"  # no plan's id: those begin with a digest
         deadline = now + epoch.timeout_s + asked.seconds + MARGIN_S
-        self._running = _Test(test, waiter, epoch, asked.pairs, deadline)
+        self._running = _RunningTest(test, waiter, epoch, asked.pairs, deadline)
         self._epochs.measuring = epoch
         self._log("cables", test=test, nodes=len(epoch.nodes), seconds=asked.seconds)
         for pair in asked.pairs:
@@ -96,14 +96,14 @@ class CableTests:
         return CableRate(pair.source, pair.target, found.bytes, found.speed, found.reason)
 
     def lost(self, test: str, reason: str) -> bool:
-        """Return whether this is the test under way, which a node could not begin or has lost: it fails."""
+        """Fail the running test, if this is it: a node could not begin it or has lost it. Return whether this is it."""
         if self._running is None or self._running.id != test:
             return False
         self._fail(self._running, reason)
         return True
 
     def give_way(self, model: str) -> None:
-        """End the test, because a swap begins. Workers that send or receive are free when its seconds are over."""
+        """End the test, because a swap begins. Its workers are free once the test's seconds have passed."""
         if self._running is not None:
             self._fail(self._running, f"a swap of model {model!r} has begun; measure again when it has ended")
 
@@ -119,11 +119,11 @@ class CableTests:
             late = ", ".join(node for node in test.epoch.nodes if node not in test.found)
             self._fail(test, f"no answer in time from {late}")
 
-    def _fail(self, test: _Test, reason: str) -> None:
+    def _fail(self, test: _RunningTest, reason: str) -> None:
         text = f"cables could not be measured: {reason}"
         self._end(test, local.Failure(code=TransportError.code, message=clipped(text)))
 
-    def _end(self, test: _Test, message: Message) -> None:
+    def _end(self, test: _RunningTest, message: Message) -> None:
         self._running = self._epochs.measuring = None
         for node in test.epoch.nodes:
             self._to_node(node, cluster.DropPlan(plan=test.id))

@@ -1,4 +1,4 @@
-"""What is registered: nodes, source and target ranks, controllers."""
+"""The registered nodes, source and target ranks, and controllers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Member:
     suspended: bool = False  # target: its engine sleeps, and swaps leave its replica out
     spare: tuple[int, str] | None = None  # target: the version, and its run, that its other arena holds
     seeds: bool = False  # target: an arena holds the version that it serves, so that others can be given it
-    unfit: bool = False  # target: it could not seed the version that it serves, and is not asked for it again
+    unfit: bool = False  # target: it failed to seed the version that it serves, and is not chosen again
     unseeded: frozenset[str] = frozenset()  # target: the ranks that could not seed it, as no plan fitted
     seeded_alone: bool = False  # target: no plan fitted it and others together; until it has been seeded
     poisoned: str = ""  # target: why it holds parts of two versions, until a swap succeeds

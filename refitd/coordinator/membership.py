@@ -1,4 +1,4 @@
-"""One model's sources, targets and controllers: who is there, what they hold, and their ranks in a plan."""
+"""One model's sources, targets and controllers: who is registered, what they hold, their ranks in a plan."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Model:
         return "; ".join(said)
 
     def check_part(self, a: AddShard, shard: Shard) -> None:
-        """Check that a source rank says of the model's parts what the attached ones say.
+        """Check that a source rank and the attached ones agree on whether they offer all of the model or a part.
 
         Raises:
             RefusedError: it says that all is offered and others that a part is, or the reverse.
@@ -161,7 +161,7 @@ class Model:
         return replace(self, sources=dict(self.sources), targets=targets)
 
     def seeded_by(self, seeds: Collection[str], replicas: Collection[str]) -> Model:
-        """Return this model with only `replicas`, which are given what the replicas `seeds` serve; without sources."""
+        """Return this model without sources and with only `replicas`, which receive what the replicas `seeds` serve."""
         given = {key: member for key, member in self.targets.items() if key[0] in seeds}
         return replace(self.only(replicas), sources={}, seeds=given)
 

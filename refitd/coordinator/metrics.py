@@ -1,4 +1,4 @@
-"""What a coordinator counts of its events and instructions, and shows of its state, for Prometheus."""
+"""A coordinator's Prometheus metrics: counters of its events and instructions, gauges of its state."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class CoordinatorMonitor:
         self.endpoint, self.close = self._exporter.endpoint, self._exporter.close
 
     def stands_by(self, lacks: str) -> None:
-        """Publish that this process lives and does not lead, and why."""
+        """Publish that this process runs but does not lead, and why."""
         self._exporter.publish(CoordinatorFigures(0, 0, {}, {}, leads=False), lacks)
 
     def publish(self, state: CoordinatorState, queues: Mapping[str, int]) -> None:

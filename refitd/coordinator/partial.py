@@ -1,4 +1,4 @@
-"""Sources that offer a part of a model: what they and the targets that keep the rest must agree on."""
+"""Partial sources: check that they and the targets that keep the rest agree on the parts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def kept_names(kept: Sequence[KeptTensor]) -> tuple[str, ...]:
 
 
 def _missing(offered: set[str], ranks: Iterable[Shard]) -> list[str]:
-    """Return a problem for each tensor of which nothing, or not everything, is offered."""
+    """Return a problem for each tensor that is not, or not completely, offered."""
     found: dict[str, None] = {}
     for tensor in (tensor for shard in ranks for tensor in shard.tensors if prod(tensor.shape)):
         names = {name.partition(MARK)[0] for name in (*canonical_names(tensor), *tensor.aliases)}

@@ -1,4 +1,4 @@
-"""A plan's parts as they travel: packed once for all nodes, and sent to each node once."""
+"""A plan's parts on the wire: packed once for all nodes, and sent to each node once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Packed:
 
 
 class HeldParts:
-    """Which parts a node has been sent."""
+    """The parts that a node has been sent."""
 
     def __init__(self) -> None:
         self._digests: BoundedCache[str, bool] = BoundedCache(MAX_HELD)

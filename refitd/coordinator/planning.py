@@ -27,7 +27,7 @@ class PlanRequest:
 
 
 class Planning:
-    """Has plans made on a thread beside the loop, and caches them. Instructions go to `out`.
+    """Requests plans from a background thread, and caches them. Instructions go to `out`.
 
     Attributes:
         requests: the unanswered requests, by ticket.

@@ -1,4 +1,4 @@
-"""What a swap needs before it may stage: a plan on every node, an epoch between nodes, and sources that are equal."""
+"""Prepare a swap for staging: a plan on every node, an epoch between nodes, sources compared and equal."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Preparation:
                 self._digested(name, message, now)
 
     def use_speeds(self, speeds: ClusterSpeeds | None) -> None:
-        """Plan anew, from the next swap on, for cables of these speeds; None: all are equally fast."""
+        """Use these cable speeds in plans from the next swap on; None: all cables are equally fast."""
         if speeds != self.planning.speeds:
             self.planning.speeds = speeds
             for state in self._models.values():
@@ -151,7 +151,7 @@ class Preparation:
         self._step(state, _ready(running, nbytes, more), now)
 
     def _planned_without(self, state: ModelState, running: Running, now: float) -> None:
-        """Begin a swap in which nothing moves: no node has a plan to load."""
+        """Begin a swap that moves no bytes, so that no node has a plan to load."""
         ready = _ready(running, 0, frozenset())
         self._step(state, ready, now)
         for node in sorted(ready.nodes):
@@ -175,7 +175,7 @@ class Preparation:
             self._epochs.drop(plan)
 
     def _lacks_parts(self, node: str, plan: str, epoch: str, missing: int, now: float) -> None:
-        """Send a plan once more, with all of its parts: the node has lost some, or never got them."""
+        """Send a plan again with all of its parts: the node lost some, or never got them."""
         self._log("plan-parts-missing", plan=plan, node=node, missing=missing)
         known = self._nodes.get(node)
         if known is None or known.held is None:
@@ -204,7 +204,7 @@ class Preparation:
 
 
 def _ready(running: Running, nbytes: int, more: frozenset[str]) -> decision.PlanReady:
-    """Return the event that begins a planned swap; `more` are nodes that take part beside those of the targets."""
+    """Return the event that begins a planned swap; `more` are participating nodes besides those of the targets."""
     targets = running.fleet.targets.values()
     ranks = {m.id: m.node for m in targets}
     controllers = [c for c in running.fleet.in_control() if c.id in running.swap.names]  # others came after its begin

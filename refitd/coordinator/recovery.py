@@ -19,7 +19,7 @@ _Rank = tuple[str, int]
 
 
 @dataclass(slots=True)
-class _Swap:
+class _DecidedSwap:
     record: SwapRecord
     report: SwapReport  # at the decision
     deadline: float
@@ -37,14 +37,14 @@ class Unfinished:
 
     def __init__(self, newest_first: Iterable[SwapRecord], deadline: float) -> None:
         """Read the journal's records; a rank that has not committed by `deadline` has missed the swap."""
-        self._swaps: dict[str, _Swap] = {}  # by model
+        self._swaps: dict[str, _DecidedSwap] = {}  # by model
         seen: set[str] = set()
         for record in newest_first:
             if not record.is_decided or record.model in seen:
                 continue
             seen.add(record.model)  # earlier decisions are superseded
             if record.state == "decided" and (report := written_report(record)) is not None:
-                self._swaps[record.model] = _Swap(record, report, deadline)
+                self._swaps[record.model] = _DecidedSwap(record, report, deadline)
 
     def registered(self, member: Member) -> Iterator[SwapRecord]:
         """Note the version that a registering rank serves."""
@@ -78,7 +78,7 @@ class Unfinished:
             yield self._end(swap, "the coordinator's deadline for it passed")
 
     def _found(
-        self, swap: _Swap, member: Member, state: MemberState, paused_s: float = 0.0, reason: str = ""
+        self, swap: _DecidedSwap, member: Member, state: MemberState, paused_s: float = 0.0, reason: str = ""
     ) -> Iterator[SwapRecord]:
         rank = member.added.replica, member.added.rank
         if member.added.role == "target":
@@ -97,7 +97,7 @@ class Unfinished:
         if swap.is_complete():
             yield self._end(swap, "")
 
-    def _end(self, swap: _Swap, until: str) -> SwapRecord:
+    def _end(self, swap: _DecidedSwap, until: str) -> SwapRecord:
         del self._swaps[swap.record.model]
         members = tuple(
             swap.found.get((m.replica, m.rank))

@@ -1,4 +1,4 @@
-"""What operators take away: engines that hang, what dead processes left, nodes whose keys are no longer admitted."""
+"""Removals by operators: hung engines, leftovers of dead processes, nodes whose keys are no longer admitted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Removals:
         self._remove, self._forget_node, self._to_node, self._log = remove, forget_node, to_node, log
 
     def evict(self, asked: local.Evict, now: float) -> EvictReport:
-        """Evict a replica, or one of its ranks; for a running swap that is as if the process had died.
+        """Evict a replica, or one of its ranks; a running swap treats it like the death of the process.
 
         Raises:
             RefusedError: no such rank is registered; lists the registered ones.
@@ -98,7 +98,7 @@ class Removals:
                 node.allowed = found
         admitted = tuple(one.name for one in allowed.values())
         self._log("keys-read", admitted=len(admitted), removed=", ".join(removed) or "none")
-        tell(ReloadReport(uses_keys=True, admitted=admitted, removed=tuple(removed)))  # whoever asks may be removed
+        tell(ReloadReport(uses_keys=True, admitted=admitted, removed=tuple(removed)))  # the asking node may go
         for name, why in removed.items():
             said = f"the key of {self._nodes[name].allowed.name!r} {why}"
             self._to_node(name, local.Failure(code="unknown-node", message=said))

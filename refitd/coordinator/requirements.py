@@ -1,4 +1,4 @@
-"""What a swap needs besides a plan: MXFP8 offers for targets that want them, hooks for derived tensors."""
+"""A swap's requirements besides a plan: MXFP8 offers for targets that want them, hooks for derived tensors."""
 
 from __future__ import annotations
 

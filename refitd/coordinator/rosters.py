@@ -27,7 +27,7 @@ class Registered:
     is_source: bool
     digest: str
     shard: Shard
-    as_held: bool = False  # it is planned from what is held, not from what arrives: casts are over
+    as_held: bool = False  # plan from the held tensors, not from the arriving ones: casts have been applied
 
 
 # (dimension, local size, ranks that split it, stride). If these are equal on all ranks of a tensor, the split is even,
@@ -37,7 +37,7 @@ _Cut = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ShardRead:
-    """A description that was read, with what `ShardReader` remembers of it."""
+    """A description that was read, with `ShardReader`'s notes on it."""
 
     shard: Shard
     compact: tuple[ParameterMetadata, ...] | None

@@ -21,11 +21,11 @@ MAX_QUEUED = 64
 CATCH_UP_AGAIN = 3
 CATCH_UP_PAUSE_S = 3.0
 
-# A catch-up of replicas that are not small begins so long after the last of them has joined, or the first. Engines that
-# are started together do not join in one moment, and a second catch-up would take the cables' time again.
+# A catch-up of large replicas waits this long after the last, or after the first, of them has joined. Engines that are
+# started together do not join at the same moment, and a second catch-up would use the cables' time again.
 GATHER_S = 1.0
 GATHER_AT_MOST_S = 4.0
-GATHER_BYTES = 64 << 20  # smaller ones are there before that
+GATHER_BYTES = 64 << 20  # smaller replicas are caught up faster than this wait
 
 # The shortest timeout of a queued swap whose turn comes; 0 would mean no timeout.
 SHORTEST_S = 0.001
@@ -113,7 +113,7 @@ def must_wait(state: ModelState, asked: local.StartSwap) -> bool:
     return True
 
 
-# What a phase waits for its nodes or ranks to do.
+# What nodes or ranks have to do in each phase, for messages.
 _AWAITED = {
     Phase.PLANNED: "load its plan",
     Phase.HALTING: "stand still",
@@ -124,7 +124,7 @@ _AWAITED = {
 
 
 def no_turn(state: ModelState, waited_s: float) -> str:
-    """Return why a queued swap has not begun: the swap before it, whom that waits for, and what ends it."""
+    """Return why a queued swap has not begun: the swap before it, whom that one waits for, and what will end it."""
     name, running = state.fleet.name, state.running
     late = f"model {name!r}: its turn did not come within {waited_s:.1f} s"
     if running is None:
@@ -223,7 +223,7 @@ def left_behind(state: ModelState, running: Running, now: float) -> None:
 
 
 def try_again(state: ModelState, now: float) -> bool:
-    """Make ranks due again whose pause is over (another rank may have been at fault); return whether there are any."""
+    """Mark ranks as due whose retry pause is over; return whether there are any."""
     due = [m for m in state.fleet.targets.values() if m.again_at is not None and now >= m.again_at]
     for member in due:
         member.again_at, member.left_behind = None, False

@@ -20,8 +20,8 @@ from refitd.coordinator.requirements import canonical_names
 from refitd.errors import RefusedError
 from refitd.protocol.shards import Shard
 
-# Replicas that one catch-up reads, unless more join: more of them would not fill the cables of those that join better,
-# and each that is lost meanwhile ends it.
+# Seeds of one catch-up, unless more replicas join: more seeds would not use the joining replicas' cables better, and
+# the loss of any of them ends the catch-up.
 MAX_SEEDS = 8
 
 
@@ -59,7 +59,7 @@ def seeded(fleet: Model, live: LiveVersion, behind: Collection[str]) -> Model | 
 
 
 def seeds_failed(running: Running) -> bool:
-    """Note which seeds an aborted catch-up shall do without; return whether it can begin again at once."""
+    """Exclude seeds from the retry of an aborted catch-up; return whether it can begin at once."""
     seeds, s = running.fleet.seeds.values(), running.swap
     if s.phase is not Phase.ABORTED or not seeds:
         return False
@@ -72,7 +72,7 @@ def seeds_failed(running: Running) -> bool:
 
 
 def without_unread(running: Running, plan: LoadedPlan) -> None:
-    """Leave the seeds out of a catch-up that its plan does not read: it does not depend on them."""
+    """Drop the seeds that a catch-up's plan does not read, so that it does not depend on them."""
     fleet = running.fleet
     read = {key: member for key, member in fleet.seeds.items() if plan.members[member.id] in plan.senders}
     unread = {member.id for key, member in fleet.seeds.items() if key not in read}
@@ -126,7 +126,7 @@ def _can_follow(joins: Model, live: LiveVersion) -> bool:
 
 
 class _Fitting:
-    """Compares how replicas hold tensors: once for all replicas that are described alike."""
+    """Compares how replicas hold tensors, once for all replicas with equal descriptions."""
 
     def __init__(self, fleet: Model) -> None:
         self._known = fleet.forms

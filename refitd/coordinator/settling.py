@@ -1,4 +1,4 @@
-"""Settle what earlier coordinators have left, once it is certain which versions are live; no swap begins before."""
+"""Settle swaps that earlier coordinators left, once the live versions are certain; no swap begins before that."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from refitd.states import SwapCause
 
 
 class Settling:
-    """Applies what is learned of live versions.
+    """Applies new knowledge of live versions.
 
     Attributes:
         has_begun: whether swaps may begin, and waiting callers were told so.

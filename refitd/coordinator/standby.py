@@ -1,4 +1,4 @@
-"""A coordinator that waits for its turn: while another one leads it decides nothing and listens nowhere."""
+"""A standby coordinator: while another one leads, it decides nothing and listens nowhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def cluster_of(keys: ServerKeys | None) -> str:
-    """Return what the coordinators of one cluster have in common: their public key, "" without keys."""
+    """Return the identity that the coordinators of one cluster share: their public key, "" without keys."""
     return keys.own.public if keys is not None else ""
 
 

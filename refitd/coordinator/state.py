@@ -73,7 +73,7 @@ class CoordinatorState:
         decided: Callable[[str], SwapRecord | None],
         recent: Recent = _nothing,
         past: Past | None = None,
-        is_beside: bool = False,
+        is_standalone: bool = False,
         new_run: Callable[[], str] = lambda: secrets.token_hex(4),
         host: str = "",
         drained: Drained | None = None,
@@ -85,7 +85,7 @@ class CoordinatorState:
 
         `speeds` are those of the nodes' cables; None: all are equally fast.
 
-        `is_beside` says that a standalone daemon started this process. `new_run` returns a new run id.
+        `is_standalone` says that a standalone daemon started this process. `new_run` returns a new run id.
         """
         self._config = config
         self._boot, self._pid, self._started = boot, pid, started
@@ -96,7 +96,12 @@ class CoordinatorState:
         self._checks = Checks()
         self.traces = Traces(host, self.models)
         self._lives = LiveVersions(
-            past or NoPast(), started, is_beside, lambda found: self._out.append(Remember(found)), wall_clock, self._log
+            past or NoPast(),
+            started,
+            is_standalone,
+            lambda found: self._out.append(Remember(found)),
+            wall_clock,
+            self._log,
         )
         self._numbers = 0
         self._out: list[Instruction] = []

@@ -1,4 +1,4 @@
-"""Begin the swaps that are asked for or due, one for each model at a time; those that are asked for wait in line."""
+"""Begin requested and due swaps, one per model at a time; further requested ones are queued."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SwapQueue:
         self._joining: frozenset[str] = frozenset()  # models whose joint swap is about to begin
         self._together: list[
             tuple[local.StartSwaps, Waiter, float]
-        ] = []  # asked, for whom, until when; not settled yet
+        ] = []  # (request, waiter, deadline) of those received before the live versions are settled
 
     def start(self, asked: local.StartSwap, waiter: Waiter, now: float) -> None:
         """Begin a requested swap, or queue it behind the running one."""
@@ -66,7 +66,7 @@ class SwapQueue:
             return
         ends = state.running is not None and gives_way(state.running)
         if ends:
-            asked_for(state, asked, waiter, self._lives.past)  # a request that is refused ends nothing
+            asked_for(state, asked, waiter, self._lives.past)  # a refused request must not end the catch-up
         state.queue.append(Queued(asked, waiter, now, now + (asked.timeout_s or self._config.deadlines.queue_s)))
         behind = "" if state.running is None else state.running.swap.swap
         self._log("queued", model=asked.model, version=asked.version, behind=behind, waiting=len(state.queue))
@@ -115,7 +115,7 @@ class SwapQueue:
                 self._step(state, decision.AbortAsked(party.aborted, SwapCause.TOGETHER), now)
 
     def settled(self, now: float) -> None:
-        """Begin the joint swaps that were asked for before it was known what is live."""
+        """Begin the joint swaps that were requested before the live versions were known."""
         waiting, self._together = self._together, []
         for asked, waiter, until in waiting:
             try:

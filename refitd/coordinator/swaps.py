@@ -202,7 +202,7 @@ class Swaps:
         stepped = running.swap
         for instruction in instructions:
             self._perform(state, running, instruction, now)
-        # after the instructions, which it would delay; one of them may have led to a later step, which has been told
+        # after the instructions, which it would delay; an instruction may have led to a later step, already reported
         if running.is_watched and running.swap is stepped and (progress := swap_progress(stepped)) is not None:
             for waiter in running.waiters:
                 self._send(*waiter, progress)
@@ -345,7 +345,7 @@ class Swaps:
         self.queue.next(state, now)
 
     def _answer(self, running: Running, report: SwapReport) -> None:
-        """Answer whoever waits for a swap; a joint one is answered once all of its swaps have a report."""
+        """Answer the callers of a swap; of a joint swap, once all of its swaps have a report."""
         for waiter in running.waiters:
             if running.together is None:
                 self._send(*waiter, report)

@@ -43,7 +43,7 @@ def party_of(models: Models, state: ModelState, running: Running) -> list[tuple[
 
 
 def until_all_staged(running: Running, party: list[tuple[ModelState, Running]], now: float) -> float:
-    """Return until when the decision waits for others of its party; 0 if none is awaited."""
+    """Return until when the decision waits for the other swaps of its party; 0 if it waits for none."""
     if running.together is None:
         return 0.0
     if len(party) == len(running.together.models) and all(its.swap.phase is Phase.STAGED for _, its in party):

@@ -1,4 +1,4 @@
-"""Traces of swaps: remembers the phases of the last ones, and collects what nodes did for one."""
+"""Traces of swaps: remembers the phases of the last swaps, and collects the nodes' timelines for one."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Traces:
 
     def ended(self, swap: Swap, report: SwapReport, at: float) -> None:
         """Remember a swap; it ended `at` (seconds since the epoch)."""
-        brief = replace(swap, names={}, members={}, progress={}, paused={}, failed={})  # of thousands of ranks
+        brief = replace(swap, names={}, members={}, progress={}, paused={}, failed={})  # leave out thousands of entries
         self._ended[swap.swap] = _Ended(brief, report.kind, report.outcome, at - report.total_s)
         while len(self._ended) > MAX_SWAPS:
             self._ended.popitem(last=False)
@@ -129,7 +129,7 @@ class Traces:
         if collection is not None and node in collection.awaited:
             collection.awaited.discard(node)
             if trace.spans:
-                collection.found[node] = replace(trace, node=node)  # whatever it calls itself
+                collection.found[node] = replace(trace, node=node)  # by its connection, not by its own claim
             elif node in self._nodes_of(collection.report.swap):
                 collection.missing.append(f"node {node} has kept nothing of it")
             yield from self._finish(trace.asked, collection)

@@ -1,4 +1,4 @@
-"""What the workers of an epoch do with its key: prove that they hold it, and authenticate what they send.
+"""Authentication with an epoch's key: workers prove that they hold it, and authenticate everything that they send.
 
     meeting   each worker sends everybody a nonce, then each a proof: a MAC of the epoch, all labels, all nonces, and of
               who proves it to whom
@@ -63,7 +63,7 @@ class Authenticator:
         return StreamMac(self, self._stream_key, about)
 
     def random_bytes(self, purpose: bytes, nbytes: int) -> bytes:
-        """Return bytes that look random to whoever lacks the key."""
+        """Return bytes that are unpredictable without the key."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
         cipher = Cipher(algorithms.AES(_hmac(self._key, b"random bytes", purpose)), modes.CTR(bytes(16)))

@@ -1,4 +1,4 @@
-"""Two-sided CopyServices: both ends note each transfer, then all ranks of a group run theirs together.
+"""Two-sided CopyServices: both ends register each transfer, then all ranks of a group run theirs together.
 
 The one-sided services (base.py) move bytes within memory that one worker can reach. Here each process reaches only its
 own tensors, so a transfer has two halves, matched by an id that both ends know.

@@ -21,7 +21,7 @@ from refitd.states import TransferMode
 # A few milliseconds of copying; larger than the second-level cache.
 SAMPLE_BYTES = 8 << 20
 MAX_SPANS = 64
-MAX_ROWS = 8192  # of one span: enough to show that short rows are slow
+MAX_ROWS = 8192  # rows of one span: enough to show that short rows are slow
 
 # A pull may take this much longer and still be better: workers share it, and it needs no slot and no time of the
 # trainer.
@@ -51,7 +51,7 @@ def sample(tensors: Iterable[Span]) -> tuple[Span, ...]:
     for address, rows, row in sorted(tensors, key=lambda t: t[1] * t[2], reverse=True):
         if left <= 0 or rows * row == 0 or len(spans) == MAX_SPANS:
             break
-        # at most a quarter each, so that one embedding table does not decide alone
+        # at most a quarter of the sample each, so that one embedding table does not decide alone
         most = min(left, SAMPLE_BYTES // 4)
         part = (address, min(rows, MAX_ROWS, max(1, most // row)), min(row, most))
         spans.append(part)

@@ -1,4 +1,4 @@
-"""NIXL: receivers read messages out of their senders' memory, over UCX: RDMA where there is any, else TCP or cma."""
+"""NIXL: receivers read messages from their senders' memory over UCX, by RDMA if available, else TCP or cma."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from refitd.copy_services.packed import STAGING_BYTES
 from refitd.copy_services.peers import Deadline
 from refitd.copy_services.windows import WindowExchange
 
-# looks at the wires after a run, so that the last notification leaves
+# progress calls after a run, so that the last notification is sent
 _LAST_LOOKS = 4
 
 

@@ -44,9 +44,9 @@ INLINE_BYTES = 1024
 # places of the slab for each peer and direction, and their size
 PARTS = 2
 LEAST_PART_BYTES, MOST_PART_BYTES = 4096, 4 << 20
-# the most notifications of one peer that are kept before they are asked for
+# limit on a peer's notifications that nobody has asked for yet
 MAX_KEPT = 4096
-# what agents say to each other; raised when its form changes
+# version of the agents' notifications; raised when their form changes
 _FORM = 2
 
 _HEAD = struct.Struct("<cqq")  # kind, tag, number of the message with this tag
@@ -58,17 +58,17 @@ Key = tuple[int, int, int]  # peer, tag, number of the message with this peer an
 
 
 @dataclass(slots=True, eq=False)
-class _Posted:
+class _PostedMessage:
     """A started send or receive, until it is done. `tensor` has the message's bytes, or gets them."""
 
     key: Key
     tensor: torch.Tensor
-    begun: int = 0  # bytes that lie, or have lain, in the slab
+    begun: int = 0  # bytes that have been put into the slab
     left: int = 0  # bytes that have not been taken
     is_done: bool = False
 
     @classmethod
-    def of(cls, key: Key, tensor: torch.Tensor) -> _Posted:
+    def of(cls, key: Key, tensor: torch.Tensor) -> _PostedMessage:
         """Begin with all of a contiguous tensor."""
         return cls(key, tensor.view(-1).view(torch.uint8), 0, tensor.nbytes)
 
@@ -77,10 +77,10 @@ class _Posted:
 
 
 @dataclass(slots=True, eq=False)
-class _Read:
-    """A part on its way from a peer's slab to a place of ours."""
+class _PartRead:
+    """A read of one part, from a peer's slab into this process's."""
 
-    posted: _Posted
+    posted: _PostedMessage
     place: torch.Tensor
     part: slice  # of the message
     address: int  # of the peer's place
@@ -89,16 +89,16 @@ class _Read:
 
 @dataclass(slots=True)
 class _Peer:
-    """What is under way with one peer."""
+    """The open transfers with one peer."""
 
     name: str = ""
     is_forged: bool = False  # notifications without a MAC have come under its name
-    inline: dict[Key, bytes] = field(default_factory=dict)  # messages that nobody has asked for yet
-    wanted: set[Key] = field(default_factory=set)  # messages that it asks for, and that are not sent yet
-    free: list[torch.Tensor] = field(default_factory=list)  # places for what is sent to it
-    lent: dict[int, tuple[torch.Tensor, _Posted, int]] = field(default_factory=dict)  # by address: the others
-    queue: deque[_Posted] = field(default_factory=deque)  # wanted messages that wait for a place
-    room: list[torch.Tensor] = field(default_factory=list)  # places for what it sends
+    inline: dict[Key, bytes] = field(default_factory=dict)  # messages without a matching receive yet
+    wanted: set[Key] = field(default_factory=set)  # messages that the peer wants and that are not sent yet
+    free: list[torch.Tensor] = field(default_factory=list)  # free places for sending to it
+    lent: dict[int, tuple[torch.Tensor, _PostedMessage, int]] = field(default_factory=dict)  # by address: the others
+    queue: deque[_PostedMessage] = field(default_factory=deque)  # wanted messages that wait for a place
+    room: list[torch.Tensor] = field(default_factory=list)  # free places for receiving from it
 
 
 class NixlPeers(Peers):
@@ -125,13 +125,13 @@ class NixlPeers(Peers):
                 peer.free, peer.room = ([next(places) for _ in range(PARTS)] for _ in range(2))
         self._sent: dict[tuple[int, int], int] = {}
         self._received: dict[tuple[int, int], int] = {}
-        self._sending: dict[Key, _Posted] = {}  # not wanted yet
-        self._receiving: dict[Key, _Posted] = {}
-        self._reads: list[_Read] = []
+        self._sending: dict[Key, _PostedMessage] = {}  # not wanted yet
+        self._receiving: dict[Key, _PostedMessage] = {}
+        self._reads: list[_PartRead] = []
         self._agent: Any = None
         name = self._peers[epoch.index].name = f"{epoch.id}/{epoch.index}/{secrets.token_hex(8)}"
         try:
-            # without its thread, which would spin on a processor: whoever waits drives it
+            # without a progress thread, which would spin on a processor: waiting drives progress
             config = self._library.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             self._agent = self._library.nixl_agent(name, config)
             there = [(self._slab.data_ptr(), self._slab.nbytes, 0, "")] if len(self._slab) else []
@@ -186,7 +186,7 @@ class NixlPeers(Peers):
     def send(self, tensor: torch.Tensor, position: int, tag: int) -> Any:
         """Start sending a contiguous tensor, which must not change until `wait` returns."""
         number = self._sent[position, tag] = self._sent.get((position, tag), -1) + 1
-        posted, peer = _Posted.of((position, tag, number), tensor), self._peers[position]
+        posted, peer = _PostedMessage.of((position, tag, number), tensor), self._peers[position]
         if tensor.nbytes <= INLINE_BYTES:
             self._say(posted.key, _INLINE, posted.tensor.numpy().tobytes())
             posted.is_done = True
@@ -201,7 +201,7 @@ class NixlPeers(Peers):
     def receive(self, tensor: torch.Tensor, position: int, tag: int) -> Any:
         """Start receiving into a contiguous tensor, which is filled when `wait` returns."""
         number = self._received[position, tag] = self._received.get((position, tag), -1) + 1
-        posted, peer = _Posted.of((position, tag, number), tensor), self._peers[position]
+        posted, peer = _PostedMessage.of((position, tag, number), tensor), self._peers[position]
         self._receiving[posted.key] = posted
         if (body := peer.inline.pop(posted.key, None)) is not None:
             self._take_inline(posted, body)
@@ -281,13 +281,13 @@ class NixlPeers(Peers):
         if len(peer.inline) + len(peer.wanted) > MAX_KEPT:
             raise TransportError(f"{label} has sent more than {MAX_KEPT} messages that nobody expects")
 
-    def _take_inline(self, posted: _Posted, body: bytes) -> None:
+    def _take_inline(self, posted: _PostedMessage, body: bytes) -> None:
         self._check_size(posted, len(body))
         if body:
             posted.tensor.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
         self._done(posted)
 
-    def _check_size(self, posted: _Posted, nbytes: int) -> None:
+    def _check_size(self, posted: _PostedMessage, nbytes: int) -> None:
         if nbytes != len(posted.tensor):
             raise TransportError(
                 f"{self.label(posted.key[0])} sends a message of {nbytes} bytes, expected {len(posted.tensor)}"
@@ -340,9 +340,9 @@ class NixlPeers(Peers):
             raise self._lost(position, exc) from exc
         if state == "ERR":
             raise self._lost(position, RuntimeError("the read could not begin"))
-        self._reads.append(_Read(posted, place, slice(start, start + nbytes), address, handle))
+        self._reads.append(_PartRead(posted, place, slice(start, start + nbytes), address, handle))
 
-    def _has_read(self, read: _Read) -> None:
+    def _has_read(self, read: _PartRead) -> None:
         posted, nbytes = read.posted, read.part.stop - read.part.start
         posted.tensor[read.part].copy_(read.place[:nbytes])
         self._peers[posted.key[0]].room.append(read.place)
@@ -351,7 +351,7 @@ class NixlPeers(Peers):
         if not posted.left:
             self._done(posted)
 
-    def _done(self, posted: _Posted) -> None:
+    def _done(self, posted: _PostedMessage) -> None:
         posted.is_done = True
         del self._receiving[posted.key]
 

@@ -1,10 +1,10 @@
-"""Whether deltas are worth their while over a cable: learned from how long whole runs and runs with deltas take."""
+"""Decide whether deltas pay off over a cable, from the durations of whole runs and of runs with deltas."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Runs with deltas are slower than whole ones if they take this many times as long, and this many seconds more.
+# Runs with deltas count as slower if they take this many times as long as whole ones, and this many seconds more.
 SLOWER, NOISE_S = 1.1, 0.1
 
 LONGEST_REST = 16
@@ -12,7 +12,7 @@ LONGEST_REST = 16
 
 @dataclass(slots=True)
 class Pace:
-    """How quickly a stream goes whole and as deltas, over its cable and between its two processors.
+    """The speed of a stream, sent whole and as deltas, over its cable and between its two processors.
 
     Deltas that are slower two runs in a row rest for a run, then, if they are slower again, for two, four, and so on.
     """
@@ -22,12 +22,12 @@ class Pace:
     rest: int = 0  # runs that go whole before the next try
 
     def wants_deltas(self) -> bool:
-        """Whether the next run should send deltas. To be asked once for each."""
+        """Return whether the next run should send deltas. Call it once per run."""
         self.rest, rests = max(0, self.rest - 1), self.rest > 0
         return not rests
 
     def took(self, seconds: float, nbytes: int, *, as_deltas: bool) -> None:
-        """Learn how long a run took for so many bytes."""
+        """Record the duration of a run and its bytes."""
         if not as_deltas:
             self.whole = nbytes / seconds
             return

@@ -67,17 +67,17 @@ NO_MARK = bytes(MARK_BYTES)
 
 @dataclass(slots=True)
 class Tally:
-    """What has crossed to this rank in one run."""
+    """The bytes that other ranks sent to this rank in one run."""
 
     crossed_bytes: int = 0
     delta_bytes: int = 0  # of the pieces that came as deltas, whole
     changed_bytes: int = 0  # of these, what had changed
-    is_base_wrong: bool = False  # what was made of deltas is not what was sent
+    is_base_wrong: bool = False  # the result of a delta differs from what was sent
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What one run moves. `meanwhile` is called while the first messages are in flight; it returns an error text."""
+    """The streams of one run. `meanwhile` is called while first messages are in flight; it returns an error text."""
 
     streams: Sequence[Stream]
     tally: Tally
@@ -248,7 +248,7 @@ class PackedExchange(ExchangeService):
         return 2 * len(self.peers) + 3
 
     def _turn(self, deadline: Deadline, turn: int) -> Deadline:
-        """Return when a wait ends after which `turn` others end, one by one.
+        """Return the deadline of a wait that must end before `turn` later ones.
 
         If a rank stops, those that wait for it are waited for by others. Those that wait for it itself give up first,
         and name it: an earlier step of the run has an earlier end.
@@ -304,7 +304,7 @@ class PackedExchange(ExchangeService):
         if finish is not None and not trouble:
             try:
                 finish()
-            except Exception as exc:  # whatever it is, the other ranks must know that this one failed
+            except Exception as exc:  # after any error the other ranks must learn that this one failed
                 failure = exc
         said = f"d{trouble}" if trouble else ""
         if failure is not None:

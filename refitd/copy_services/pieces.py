@@ -14,7 +14,7 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """Where this end holds the elements of a piece as they were in an earlier version, in the same order and form."""
+    """An earlier version of a piece's elements at this end, in the same order and form."""
 
     piece: Piece
     version: str  # equal on both ends exactly if they hold the same one

@@ -1,4 +1,4 @@
-"""The streams of a WindowExchange on their way: whole, announced message by message, or passed on (see windows.py)."""
+"""The running streams of a WindowExchange: whole, announced message by message, or relayed (see windows.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AHEAD = 8
 
 
 class Pipeline(ABC):
-    """A stream on its way: what to post next, and what to do with what has arrived.
+    """A running stream: posts its messages, and handles those that have been sent or have arrived.
 
     `arrived` counts bytes of pieces that lie here; `trouble` is an error text about them. `seconds` is how long the
     stream took to its end. `relay` passes it on.
@@ -42,7 +42,7 @@ class Pipeline(ABC):
 
     @abstractmethod
     def done(self, flight: InFlight) -> list[InFlight]:
-        """Deal with a message that has been sent or has arrived; return what was posted in its place."""
+        """Handle a message that has been sent or has arrived; return the messages posted in its place."""
 
     def _land(self, flight: InFlight) -> None:
         """Write a whole message that has arrived, and count it."""
@@ -96,7 +96,7 @@ class AnnouncedPipeline(Pipeline):
         return [posted for _ in range(AHEAD) for posted in self._post_message()]
 
     def _post_message(self) -> list[InFlight]:
-        """Post the next message with its note, behind the last one the digest, if there is room for it."""
+        """Post the next message with its note, or after the last message the digest, if the window has room."""
         stream = self.stream
         number = stream.next
         if number >= len(stream.messages):
@@ -131,7 +131,7 @@ class AnnouncedPipeline(Pipeline):
         return found if len(found) == len(bases) else {}
 
     def _post_whole(self, number: int, *, with_digest: bool) -> InFlight:
-        """Send a message as it lies here."""
+        """Send a message whole."""
         stream, service = self.stream, self._service
         message = stream.messages[number]
         direct = service._direct(stream, message)
@@ -145,11 +145,11 @@ class AnnouncedPipeline(Pipeline):
 
     @abstractmethod
     def _note(self, number: int) -> bytes:
-        """Return what to send as the note of a message, or as many bytes to be filled."""
+        """Return the note to send with a message, or a buffer of that size to receive it."""
 
     @abstractmethod
     def _noted(self, flight: InFlight) -> None:
-        """A note has been sent, or has arrived."""
+        """Handle a note that has been sent or has arrived."""
 
     @abstractmethod
     def _length(self, number: int) -> int:
@@ -161,11 +161,11 @@ class AnnouncedPipeline(Pipeline):
 
     @abstractmethod
     def _passed(self, flight: InFlight) -> None:
-        """All of a message has been sent, or has arrived; `flight` is the last of it."""
+        """Handle the end of a message; `flight` is its last part that was sent or has arrived."""
 
     @abstractmethod
     def _ended(self, flight: InFlight) -> None:
-        """The digest has been sent, or has arrived."""
+        """Handle the digest, sent or arrived."""
 
 
 class AnnouncedSender(AnnouncedPipeline):
@@ -174,7 +174,7 @@ class AnnouncedSender(AnnouncedPipeline):
     def __init__(self, service: WindowExchange, stream: Stream, move: Move) -> None:
         super().__init__(service, stream, move)
         self._announced: dict[int, Delta | None] = {}  # None: whole
-        # after a message that was not worth a delta, some more are sent whole without a look: one, two, four, and so on
+        # after a message without a useful delta, one, two, four, ... further ones are sent whole without comparing
         self._resting, self._next_rest = 0, 1
 
     def _note(self, number: int) -> bytes:
@@ -230,7 +230,7 @@ class AnnouncedSender(AnnouncedPipeline):
         stream, service, delta = self.stream, self._service, self._announced[number]
         if delta is not None:
             return service._post(stream, number, torch.from_numpy(delta.body))
-        # with bases, read again: nothing has kept it since it was announced
+        # with bases, read again: its packed form was not kept since the announcement
         return self._post_whole(number, with_digest=self._move.verify and not stream.has_bases)
 
     def _passed(self, flight: InFlight) -> None:
@@ -241,7 +241,7 @@ class AnnouncedSender(AnnouncedPipeline):
 
 
 class AnnouncedReceiver(AnnouncedPipeline):
-    """Makes whole messages of bases and deltas."""
+    """Rebuilds whole messages from bases and deltas."""
 
     def __init__(self, service: WindowExchange, stream: Stream, move: Move) -> None:
         super().__init__(service, stream, move)
@@ -312,40 +312,40 @@ class AnnouncedReceiver(AnnouncedPipeline):
 
 
 class Relay(AnnouncedPipeline):
-    """Passes a stream on to the next rank of its path: each message once it lies here, and the digest that came."""
+    """Passes a stream on to the next rank of its path: each message once it has arrived, then the received digest."""
 
     def __init__(self, service: WindowExchange, stream: Stream, move: Move) -> None:
         super().__init__(service, stream, move)
         self._may_open = self._is_open = False
-        self._deltas: dict[int, Delta] = {}  # announced messages that are passed on as they come
+        self._deltas: dict[int, Delta] = {}  # announced messages that are passed on unchanged
         self._arrived = 0  # messages, and the digest
 
     def begin(self, number: int) -> list[InFlight]:
-        """Post nothing: nothing has come yet."""
+        """Post nothing: nothing has arrived yet."""
         return []
 
     def announced(self, number: int, note: Note) -> None:
-        """Learn the form of a message that is to come."""
+        """Record the announced form of a message."""
         if self.stream.has_bases and note.form is not Encoding.WHOLE:
             self._deltas[number] = Delta(note, np.zeros(0, np.uint8))
 
     def opened(self) -> None:
-        """Learn that the forms of the first messages have been announced."""
+        """Record that the forms of the first messages have been announced."""
         self._may_open = True
 
     def take(self, number: int, body: Bytes) -> None:
-        """Take a message that has come, and lies here when `advance` is called next."""
+        """Record a message that has arrived; it is in its place when `advance` is called next."""
         self._arrived = number + 1
         if number in self._deltas:
             self._deltas[number] = Delta(self._deltas[number].note, body.copy())
 
     def ended(self, digest: bytes) -> None:
-        """Take the digest, which comes last."""
+        """Record the digest, which arrives last."""
         self._arrived += 1
         self.stream.digest = _PassedDigest(digest)
 
     def advance(self) -> list[InFlight]:
-        """Post what may be passed on now."""
+        """Post the messages that can be passed on now."""
         posted = []
         if self._may_open and not self._is_open:
             self._is_open = True
@@ -384,14 +384,14 @@ class Relay(AnnouncedPipeline):
 
 
 class _PassedDigest:
-    """The digest of what another rank has sent."""
+    """The digest received from another rank, to be passed on."""
 
     def __init__(self, said: bytes) -> None:
         self._said = said
 
     def update(self, buffer: torch.Tensor, /) -> None:
-        """Ignore what passes here."""
+        """Ignore the bytes."""
 
     def digest(self) -> bytes:
-        """Return the digest that came."""
+        """Return the received digest."""
         return self._said

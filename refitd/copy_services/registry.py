@@ -1,4 +1,4 @@
-"""The copy services that exist: names, capabilities, what each lacks here, and how to make one."""
+"""The registry of copy services: names, capabilities, missing dependencies, and constructors."""
 
 from __future__ import annotations
 

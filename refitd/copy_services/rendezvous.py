@@ -49,7 +49,7 @@ class MailboxStore(Store):
         return self._found[key]
 
     def _who(self, key: str) -> str:
-        """Return who puts the value of a key: process groups end their keys with the position."""
+        """Return the label of the worker that puts a key's value: process groups end their keys with the position."""
         position = key.rpartition("/")[2]
         if position.isdecimal() and int(position) < self._epoch.size:
             return self._epoch.labels[int(position)]

@@ -1,4 +1,4 @@
-"""Messages put into slots of the peer and announced by signals: nobody waits for a rank that it does not talk to.
+"""Messages put into slots of the peer and announced by signals: a rank waits only for ranks that it exchanges with.
 
 Every ordered pair of ranks has WINDOW leaving slots in the sender's memory and WINDOW landing slots in the receiver's.
 Message `number` of a pair, counted from the service's start, uses slot number % WINDOW of both. Two words track it,

@@ -1,4 +1,4 @@
-"""The streams of an exchange: what travels between two ranks one way, in which messages, and what both ends compare."""
+"""The streams of an exchange: the messages from one rank to another, and the description that both ends compare."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def of_peer(streams: Mapping[Line, Stream], position: int) -> list[Stream]:
 
 
 def offer_of(streams: Sequence[Stream]) -> bytes:
-    """Return what is compared with the peer about its streams: ids and sizes of all pieces, and how they travel."""
+    """Return the description of a peer's streams that both ends compare: ids and sizes of all pieces, and routes."""
     digest, count, nbytes = xxhash.xxh3_128(), 0, 0
     for stream in streams:
         digest.update(struct.pack("<qqq", stream.route.path, stream.route.hop, stream.limit))
@@ -133,7 +133,7 @@ def offer_of(streams: Sequence[Stream]) -> bytes:
 
 
 def broken_path(streams: Sequence[Stream], rank: int) -> str:
-    """Return an error text unless this rank receives all that it is to pass on; "" if all is well."""
+    """Return an error text unless this rank receives everything that it must pass on; "" if it does."""
     arriving = {stream.route: stream for stream in streams if not stream.is_send}
     for stream in streams:
         path, hop = stream.route.path, stream.route.hop

@@ -1,4 +1,4 @@
-"""Messages posted one by one, at most WINDOW of each stream at a time; as deltas, or passed on from rank to rank.
+"""Messages posted one by one, at most WINDOW per stream at a time; sent as deltas or relayed where possible.
 
 All first messages are posted; then each message, in the order of posting, is awaited and replaced by the next one of
 its stream. No rank can block another for ever: a stream's k-th message is posted on both ends as soon as both have
@@ -81,7 +81,7 @@ class WindowExchange(PackedExchange):
         try:
             return self._pass(flying, move)
         except BaseException:
-            # what other ranks still send must not be written any more
+            # messages that still arrive must not be written any more
             for _, flight in flying:
                 flight.posted.abandon()
             raise
@@ -110,7 +110,7 @@ class WindowExchange(PackedExchange):
         return next((line.trouble for line in lines if line.trouble), trouble)
 
     def _patience(self, stream: Stream, deadline: Deadline) -> Deadline:
-        """Return when a wait for a stream ends.
+        """Return the deadline of a wait for a stream.
 
         If a relay stops, ranks wait for each other all along its path. The one that waits for the relay itself gives
         up first (`_turn`): who receives, the earlier the fewer hops are before it; then who sends, the later.

@@ -108,7 +108,7 @@ class Problems:
 
 @dataclass(frozen=True, slots=True)
 class TookOver:
-    """A member has committed a version, and everybody has been told; `exchanged`: it has exchanged its arenas."""
+    """A member has committed a version, and the coordinator was told; `exchanged`: it has exchanged its arenas."""
 
     member: str
     exchanged: bool
@@ -268,7 +268,7 @@ class RestartWorker:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Handle this event next, when the messages before it are out."""
+    """Handle this event next, after the instructions before this one."""
 
     event: Event
 

@@ -106,7 +106,7 @@ class LocalArenas(dict[int, Arena]):
         wanted = self._asked.pop(event.ticket)
         if event.ticket in self._frees:
             self._frees.discard(event.ticket)
-            self._free_retained()  # only now: what is refused frees nothing
+            self._free_retained()  # only now: a refused request frees nothing
         if wanted.session and wanted.session not in self._sessions:
             for arena in event.arenas:  # the client died while they were being made
                 self._out(CloseArena(arena))
@@ -162,7 +162,7 @@ class LocalArenas(dict[int, Arena]):
         self._maps.add(arena, nbytes, device, write=workers_write)
 
     def rename(self, arena: int, label: str, *, write: bool, workers_write: bool) -> None:
-        """Record what an arena is from now on that a client has given back; as `take`."""
+        """Record the new purpose of an arena that a client has given back; arguments as for `take`."""
         known = self[arena]
         self._maps.remove(arena)
         self.take(arena, known.nbytes, label, known.session, write=write, workers_write=workers_write)
@@ -211,7 +211,7 @@ class LocalArenas(dict[int, Arena]):
         self._out(Log("kept", {"arena": arena, "label": self[arena].label, "bytes": self[arena].nbytes}))
 
     def expire(self, now: float) -> None:
-        """Close the retained arenas whose time is over."""
+        """Close the retained arenas whose time has expired."""
         self.free(set(self._retained.expire(now)))
 
     def _free_retained(self) -> None:

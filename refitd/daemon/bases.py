@@ -1,4 +1,4 @@
-"""Which of this node's ranks hold the version that a swap's deltas may be taken from."""
+"""Find the ranks of this node that hold a swap's base version, from which deltas may be taken."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from refitd.protocol.sidecar import HeldBase
 
 
 def source_bases(stage: Stage, sources: Iterable[LocalMember]) -> list[HeldBase]:
-    """Return what these ranks hold of `stage.base` beside the version to be sent, in slots that are then compared."""
+    """Return the source slots that hold `stage.base` as well as the version to send; mark them as compared."""
     found = []
     for member in sources:
         slots = {slot.version: slot for slot in member.slots}
         new, base = slots.get(stage.version), slots.get(stage.base)
         is_held = stage.base is not None and new is not None and base is not None and member.run == stage.base_run
-        if is_held and new is not None and base is not None and not member.waiting:  # it would wait for the slot
+        if is_held and new is not None and base is not None and not member.waiting:  # a waiting publish needs the slot
             base.compared.add(stage.swap)
             found.append(HeldBase(new.arena, base.arena, _name(stage, member)))
     return found

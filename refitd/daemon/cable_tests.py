@@ -1,4 +1,4 @@
-"""This node's part in measuring cables: its workers join an epoch of its own, and send or receive for some seconds."""
+"""This node's part in cable tests: its workers join the test's epoch and send or receive for some seconds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from refitd.protocol.base import clipped
 
 
 @dataclass(slots=True)
-class _Test:
+class _LocalTest:
     asked: cluster.MeasureCable
     run: int
-    found: dict[int, sidecar.CableMeasured] = field(default_factory=dict)  # by worker
+    found: dict[int, sidecar.CableTimed] = field(default_factory=dict)  # by worker
 
 
 class LocalCableTests:
@@ -31,7 +31,7 @@ class LocalCableTests:
     ) -> None:
         self._node, self._workers, self._epochs = node, workers, epochs
         self._out, self._say = out, say
-        self._tests: dict[str, _Test] = {}
+        self._tests: dict[str, _LocalTest] = {}
         self._runs = 0
 
     def begin(self, asked: cluster.MeasureCable) -> None:
@@ -42,23 +42,23 @@ class LocalCableTests:
             self._say(cluster.CableMeasured(test=asked.test, reason=clipped(reason)))
             return
         self._runs += 1
-        self._tests[asked.test] = _Test(asked, self._runs)
+        self._tests[asked.test] = _LocalTest(asked, self._runs)
         self._epochs.join(asked.test, asked.epoch)
 
     def epoch_formed(self, test: str) -> bool:
-        """Return whether this is a test; its workers have joined, and begin."""
+        """Start measuring if this is the epoch of a test; return whether it is."""
         found = self._tests.get(test)
         if found is None:
             return False
         asked = found.asked
         peer = asked.epoch.nodes.index(asked.peer)
         for lane in range(asked.epoch.lanes):
-            order = sidecar.MeasureCable(found.run, asked.epoch.id, peer, asked.sends, asked.seconds)
+            order = sidecar.TimeCable(found.run, asked.epoch.id, peer, asked.sends, asked.seconds)
             self._out(ToWorker(lane, order))
         return True
 
-    def worker_said(self, worker: int, message: sidecar.CableMeasured) -> None:
-        """Handle a worker's answer; after the last the coordinator gets their sum."""
+    def worker_said(self, worker: int, message: sidecar.CableTimed) -> None:
+        """Handle a worker's answer; after the last one, send the coordinator their sum."""
         test = next((test for test in self._tests.values() if test.run == message.run), None)
         if test is None:
             return
@@ -78,8 +78,8 @@ class LocalCableTests:
             self.drop(test)
 
 
-def _sum(test: str, found: Collection[sidecar.CableMeasured]) -> cluster.CableMeasured:
-    """Return what all workers have received together, from the first one's beginning to the last one's end."""
+def _sum(test: str, found: Collection[sidecar.CableTimed]) -> cluster.CableMeasured:
+    """Return the bytes that all workers received, and their rate from the first start to the last end."""
     timed = [one for one in found if one.bytes and one.ended_s > one.began_s]
     if not timed:
         return cluster.CableMeasured(test, reason=next((one.reason for one in found if one.reason), ""))

@@ -42,7 +42,7 @@ class ClientInbox:
     def __init__(
         self,
         router: Router,
-        gate: ClientListener,
+        listener: ClientListener,
         users: Users,
         state: DaemonState,
         node: str,
@@ -55,7 +55,7 @@ class ClientInbox:
         log: EventLog,
     ) -> None:
         self._router = router
-        self._gate = gate
+        self._listener = listener
         self._users = users
         self._state = state
         self._node, self._host = node, host
@@ -88,7 +88,7 @@ class ClientInbox:
             self._has_read(session, received, read)
 
     def _limit_of(self, sender: Received) -> int:
-        return HELLO_BYTES if self._gate.session_of(sender) is None else MAX_MESSAGE_BYTES
+        return HELLO_BYTES if self._listener.session_of(sender) is None else MAX_MESSAGE_BYTES
 
     def _from_stranger(self, received: Received) -> None:
         """Accept only a Hello from a peer without a session; nothing else is decoded."""
@@ -108,16 +108,16 @@ class ClientInbox:
 
     def _tell_bad(self, received: Received, error: RefitdError) -> None:
         if self._noise.allows(f"bad {received.address}", time.monotonic()):
-            session = self._gate.session_of(received)
+            session = self._listener.session_of(received)
             self._log("bad-message", session=session, peer=received.address, reason=str(error))
 
     def _from_client(self, received: Received) -> None:
         identity = received.identity
-        session = self._gate.session_of(received)
+        session = self._listener.session_of(received)
         if session is None:
             self._from_stranger(received)
             return
-        if not self._gate.hear(received, self._fetch):  # the descriptor socket's messages came first
+        if not self._listener.hear(received, self._fetch):  # the descriptor socket's messages came first
             self._end(session, "it has sent what is no message over its connection")
             return
         if identity in self._held or len(received.frame) > LARGE_FRAME:
@@ -158,7 +158,7 @@ class ClientInbox:
     def _has_read(self, session: int, received: Received, found: object) -> None:
         """Continue with a decoded large frame; a registration is first checked on another thread."""
         identity = received.identity
-        if isinstance(found, _Read) and self._gate.session_of(received) == session:
+        if isinstance(found, _Read) and self._listener.session_of(received) == session:
             if isinstance(found.message, local.RegisterSource | local.RegisterTarget) and found.prepared is None:
                 look = self._state.prepare(session, found.message)
                 self._aside.submit((session, received), lambda: replace(found, prepared=look()))
@@ -183,14 +183,14 @@ class ClientInbox:
             if self._noise.allows(f"internal {session} {type(message).__name__}", time.monotonic()):
                 self._log.failed("internal-error", session=session, message=type(message).__name__)
             text = f"the daemon made a mistake over {type(message).__name__}: {exc!r}; its log has the details"
-            identity = self._gate.identity_of(session)
+            identity = self._listener.identity_of(session)
             if identity is not None:
                 self._router.send(identity, request, local.Failure(code="internal", message=text))
 
     def _hello(self, received: Received, hello: local.Hello) -> local.Welcome | local.Failure:
         try:
             versions.check(hello.protocol, "this client", "the daemon")
-            session, peer = self._gate.admit(received, hello.token)
+            session, peer = self._listener.admit(received, hello.token)
         except RefitdError as exc:
             return local.Failure(code=exc.code, message=str(exc))
         self._feed(act.SessionOpened(session, peer.pid, hello.name, self._users.roles_of(peer.uid), peer.uid))

@@ -75,7 +75,7 @@ class ClientListener:
         self._on_goodbye = on_goodbye
         self._on_told = on_told
         self._on_given = on_given
-        self._visitors: dict[int, _PendingClient] = {}  # by descriptor
+        self._clients: dict[int, _PendingClient] = {}  # by descriptor
         self._processes: dict[int, int] = {}  # pidfd -> descriptor
         self._by_identity: dict[bytes, _PendingClient] = {}
         self._sessions = 0
@@ -91,7 +91,7 @@ class ClientListener:
 
     def owns(self, fd: int) -> bool:
         """Whether a descriptor is a client's connection or its pidfd."""
-        return fd in self._visitors or fd in self._processes
+        return fd in self._clients or fd in self._processes
 
     def accept(self) -> str:
         """Accept a client, or return why it was turned away ("" if accepted)."""
@@ -106,7 +106,7 @@ class ClientListener:
         refusal = ""
         if peer.uid not in self._allowed:
             refusal = f"uid {peer.uid} (pid {peer.pid}) may not use this daemon; add it to node.allowed_uids"
-        elif len(self._visitors) >= MAX_SESSIONS:
+        elif len(self._clients) >= MAX_SESSIONS:
             refusal = f"this daemon has {MAX_SESSIONS} clients already"
         elif (left := descriptors_left()) < CLIENT_RESERVE:
             refusal = (
@@ -119,17 +119,17 @@ class ClientListener:
                 connection.close()
                 return refusal
             self._sessions += 1
-            visitor = _PendingClient(connection, peer, secrets.token_bytes(16), self._sessions)
-            handoff.send(connection, encode(0, sidecar.Greeting(token=visitor.token, endpoint=self._endpoint)))
-            visitor.process = handoff.process_of(connection, peer)
+            client = _PendingClient(connection, peer, secrets.token_bytes(16), self._sessions)
+            handoff.send(connection, encode(0, sidecar.Greeting(token=client.token, endpoint=self._endpoint)))
+            client.process = handoff.process_of(connection, peer)
         except PeerLost:
             connection.close()
             return ""
-        self._visitors[connection.fileno()] = visitor
+        self._clients[connection.fileno()] = client
         self._on_change(connection.fileno(), select.POLLIN)
-        if visitor.process is not None:
-            self._processes[visitor.process] = connection.fileno()
-            self._on_change(visitor.process, select.POLLIN)
+        if client.process is not None:
+            self._processes[client.process] = connection.fileno()
+            self._on_change(client.process, select.POLLIN)
         return ""
 
     def admit(self, peer: Received, token: bytes) -> tuple[int, handoff.Peer]:
@@ -140,38 +140,38 @@ class ClientListener:
         """
         if peer.identity in self._by_identity:
             raise RefusedError("this connection has a session already; one Hello opens one")
-        for visitor in self._visitors.values():
-            if not secrets.compare_digest(visitor.token, token) or visitor.identity is not None:
+        for client in self._clients.values():
+            if not secrets.compare_digest(client.token, token) or client.identity is not None:
                 continue
             # a token must not be passed on: by the kernel, both connections must belong to the same process
-            if peer.local_peer != (visitor.peer.uid, visitor.peer.pid):
+            if peer.local_peer != (client.peer.uid, client.peer.pid):
                 break
-            visitor.identity, visitor.address = peer.identity, peer.address
-            self._by_identity[peer.identity] = visitor
-            return visitor.session, visitor.peer
+            client.identity, client.address = peer.identity, peer.address
+            self._by_identity[peer.identity] = client
+            return client.session, client.peer
         raise RefusedError("this token opens no session here; connect through refitd.connect()")
 
     def session_of(self, peer: Received) -> int | None:
         """Return the session of an admitted connection, None if another process has taken its identity over."""
-        visitor = self._by_identity.get(peer.identity)
-        return visitor.session if visitor is not None and visitor.address == peer.address else None
+        client = self._by_identity.get(peer.identity)
+        return client.session if client is not None and client.address == peer.address else None
 
     def expire(self, now: float) -> int:
         """Close the connections that have not said Hello in time; return how many."""
         late = 0
-        for fd, visitor in list(self._visitors.items()):
-            if visitor.identity is not None:
+        for fd, client in list(self._clients.items()):
+            if client.identity is not None:
                 continue
-            if visitor.deadline is None:
-                visitor.deadline = now + HELLO_S
-            elif now >= visitor.deadline:
+            if client.deadline is None:
+                client.deadline = now + HELLO_S
+            elif now >= client.deadline:
                 self._leave(fd)
                 late += 1
         return late
 
     def identity_of(self, session: int) -> bytes | None:
         """Return the ZeroMQ identity of a session, None if it is gone."""
-        return next((v.identity for v in self._visitors.values() if v.session == session), None)
+        return next((v.identity for v in self._clients.values() if v.session == session), None)
 
     def serve(self, fd: int, fetch: Callable[[int, int, bool], tuple[int, int, str]]) -> int | None:
         """Answer a client's datagrams; return its session if it has gone (the caller then calls `leave`).
@@ -181,13 +181,13 @@ class ClientListener:
         try:
             if fd in self._processes:
                 # the process has ended; its last messages are still in the socket
-                visitor = self._visitors[self._processes[fd]]
-                self._hear(visitor, fetch, _UNHEARD)
-                return visitor.session
-            visitor = self._visitors[fd]
-            return None if self._hear(visitor, fetch, _BATCH) else visitor.session
+                client = self._clients[self._processes[fd]]
+                self._hear(client, fetch, _UNHEARD)
+                return client.session
+            client = self._clients[fd]
+            return None if self._hear(client, fetch, _BATCH) else client.session
         except ProtocolError:
-            return visitor.session
+            return client.session
 
     def hear(self, peer: Received, fetch: Callable[[int, int, bool], tuple[int, int, str]]) -> bool:
         """Handle the datagrams that an admitted peer sent before this message; return False if it must be removed."""
@@ -199,13 +199,11 @@ class ClientListener:
 
     def leave(self, session: int) -> None:
         """Close a session's connection."""
-        for fd, visitor in list(self._visitors.items()):
-            if visitor.session == session:
+        for fd, client in list(self._clients.items()):
+            if client.session == session:
                 self._leave(fd)
 
-    def _hear(
-        self, visitor: _PendingClient, fetch: Callable[[int, int, bool], tuple[int, int, str]], most: int
-    ) -> bool:
+    def _hear(self, client: _PendingClient, fetch: Callable[[int, int, bool], tuple[int, int, str]], most: int) -> bool:
         """Handle at most `most` datagrams of a client; return False if none can follow.
 
         Raises:
@@ -213,52 +211,52 @@ class ClientListener:
         """
         for _ in range(most):
             try:
-                data, fds = handoff.receive(visitor.socket, 1)
+                data, fds = handoff.receive(client.socket, 1)
                 try:
-                    self._answer(visitor, data, fds, fetch)
+                    self._answer(client, data, fds, fetch)
                 finally:
                     handoff.close_all(fds)
             except BlockingIOError:
                 return True
             except PeerLost as exc:
-                if isinstance(exc.__cause__, ConnectionResetError) and not visitor.was_reset:
-                    visitor.was_reset = True  # the peer left replies unread; what it sent can still be read
+                if isinstance(exc.__cause__, ConnectionResetError) and not client.was_reset:
+                    client.was_reset = True  # the peer left replies unread; what it sent can still be read
                     continue
                 return False
         return True
 
     def _answer(
         self,
-        visitor: _PendingClient,
+        client: _PendingClient,
         data: bytes,
         fds: tuple[int, ...],
         fetch: Callable[[int, int, bool], tuple[int, int, str]],
     ) -> None:
         request, message = self._decoder.decode(data)
         if isinstance(message, sidecar.Goodbye):
-            self._on_goodbye(visitor.session)
+            self._on_goodbye(client.session)
             return
-        if not isinstance(message, sidecar.FetchArena) and visitor.identity is None:
+        if not isinstance(message, sidecar.FetchArena) and client.identity is None:
             raise ProtocolError(f"{type(message).__name__} before Hello")
         if isinstance(message, sidecar.GiveArena):
-            handoff.send(visitor.socket, self._taken_back(visitor.session, request, message, fds))
+            handoff.send(client.socket, self._taken_back(client.session, request, message, fds))
             return
         if not isinstance(message, sidecar.FetchArena):
-            self._on_told(visitor.session, message)
+            self._on_told(client.session, message)
             return
         try:
-            fd, nbytes, device = fetch(visitor.session, message.arena, message.write)
+            fd, nbytes, device = fetch(client.session, message.arena, message.write)
             # descriptors of GPU memory cannot be made read-only; the client's mapping is read-only instead
             narrowed = None if message.write or device else read_only(fd)
         except RefitdError as exc:
-            handoff.send(visitor.socket, encode(request, Failure(code=exc.code, message=str(exc))))
+            handoff.send(client.socket, encode(request, Failure(code=exc.code, message=str(exc))))
             return
         reply = encode(request, sidecar.ArenaDescriptor(arena=message.arena, nbytes=nbytes, device=device))
         if narrowed is None:
-            handoff.send(visitor.socket, reply, (fd,))
+            handoff.send(client.socket, reply, (fd,))
             return
         try:
-            handoff.send(visitor.socket, reply, (narrowed,))
+            handoff.send(client.socket, reply, (narrowed,))
         finally:
             handoff.close_all((narrowed,))
 
@@ -273,19 +271,19 @@ class ClientListener:
         return encode(request, sidecar.ArenaGiven(arena=arena))
 
     def _leave(self, fd: int) -> None:
-        visitor = self._visitors.pop(fd)
-        if visitor.identity is not None:
-            self._by_identity.pop(visitor.identity, None)
+        client = self._clients.pop(fd)
+        if client.identity is not None:
+            self._by_identity.pop(client.identity, None)
         self._on_change(fd, 0)
-        visitor.socket.close()
-        if visitor.process is not None:
-            del self._processes[visitor.process]
-            self._on_change(visitor.process, 0)
-            os.close(visitor.process)
+        client.socket.close()
+        if client.process is not None:
+            del self._processes[client.process]
+            self._on_change(client.process, 0)
+            os.close(client.process)
 
     def close(self) -> None:
         """Close every connection and remove the socket file."""
-        for fd in list(self._visitors):
+        for fd in list(self._clients):
             self._leave(fd)
         self._on_change(self._listener.fileno(), 0)
         self._listener.close()

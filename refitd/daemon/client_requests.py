@@ -1,4 +1,4 @@
-"""What clients ask of a daemon, and what becomes of theirs when they go."""
+"""Clients' requests to a daemon, and the release of a client's resources when its session ends."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from refitd.errors import ProtocolError, RefitdError, RefusedError
 from refitd.protocol import cluster, control, local, sidecar
 from refitd.protocol.roles import check_role
 from refitd.protocol.texts import check_names
-from refitd.protocol.traces import GetTrace
 
-# Limits on what is read to measure how fast a client's memory can be read: some milliseconds' worth.
+# Limits on what one measurement of a client's memory reads: it takes some milliseconds.
 MAX_MEASURED_BYTES = 64 << 20
 MAX_MEASURED_ROWS = 1 << 19
 
@@ -123,23 +122,7 @@ class ClientRequests:
                 parts.proofs.client_said(self._own(session, member), message)
             case local.CommitFailed(swap, member, reason, exchanged):
                 parts.commits.failed(swap, self._own(session, member), reason, exchanged=exchanged)
-            case (
-                local.StartSwap()
-                | local.StartSwaps()
-                | local.AbortSwap()
-                | local.Evict()
-                | local.Forget()
-                | local.Reload()
-                | local.MeasureCables()
-                | local.DrainNode()
-                | local.ResumeNode()
-                | local.Verify()
-                | local.GetStatus()
-                | local.GetPlan()
-                | local.GetHistory()
-                | local.GetDescription()
-                | GetTrace()
-            ):
+            case _ if isinstance(message, local.ForwardedRequest):
                 parts.link.check()
                 if isinstance(message, local.GetStatus):
                     parts.link.say(parts.update())  # so that the status is current

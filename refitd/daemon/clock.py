@@ -1,20 +1,20 @@
-"""How far the coordinator's clock is from this daemon's, from the round trips of heartbeats."""
+"""The offset between the coordinator's clock and this daemon's, estimated from the round trips of heartbeats."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
 
-# Round trips that are kept, one a second. The shortest says most; older ones say less as clocks drift.
+# Round trips that are kept, one per second. The shortest is the most accurate; clocks drift, so old ones expire.
 KEPT = 32
 
-# Heartbeats whose answers are awaited.
+# Limit on unanswered heartbeats that are remembered.
 _MAX_SENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Seconds to add to this clock's times for the coordinator's, and by how much that may be wrong."""
+    """The seconds to add to this clock to get the coordinator's, and the largest possible error."""
 
     offset_s: float
     error_s: float
@@ -36,13 +36,13 @@ class CoordinatorClock:
         self._found.clear()
 
     def sent(self, number: int, now: float) -> None:
-        """Note that a heartbeat leaves."""
+        """Record that a heartbeat was sent."""
         self._sent[number] = now
         if len(self._sent) > _MAX_SENT:
             del self._sent[next(iter(self._sent))]
 
     def heard(self, number: int, there: float, now: float) -> None:
-        """Note its answer."""
+        """Record the answer to a heartbeat."""
         since = self._sent.pop(number, None)
         if since is not None:
             self._found.append(Alignment(there - (since + now) / 2, (now - since) / 2))

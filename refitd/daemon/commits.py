@@ -198,7 +198,7 @@ class Commits:
             self._out(ToClient(member.session, 0, message))
 
     def tick(self) -> None:
-        """Leave to the coordinator what the ranks here have not settled among themselves."""
+        """Hand over to the coordinator the replicas whose ranks have not agreed on a poll here."""
         self._steps.tick()
 
     def quiet(self, swap: str, member: LocalMember) -> None:

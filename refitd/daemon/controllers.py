@@ -1,4 +1,4 @@
-"""The replica controllers among this node's clients: passes what the coordinator asks of them and what they answer."""
+"""The replica controllers among this node's clients: passes on the coordinator's requests and their answers."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ class LocalControllers:
         self._link.say(control.RemoveController(member=member, reason=reason))
 
     def told(self, message: control.Control) -> None:
-        """Pass on what the coordinator asks of a controller."""
+        """Pass the coordinator's request on to a controller."""
         found = self._all.get(message.member)
         if found is not None:
             found.busy = "" if message.what == "resume" else message.swap
             self._out(ToClient(found.session, 0, message))
 
     def said(self, session: ClientSession, message: control.Controlled) -> None:
-        """Pass on what a controller answers."""
+        """Pass a controller's answer on to the coordinator."""
         self._own(session, message.member)
         self._link.say(message)
 

@@ -32,7 +32,7 @@ class CoordinatorLink:
         self._waiting: dict[int, Waiting] = {}
         self._heard = -1e9
         self._unreachable = ""  # the reason, if known
-        self._has_left = False  # it said that it ends
+        self._has_left = False  # it announced its end
         self.now = 0.0
         self.boot = ""  # id of the coordinator's incarnation; "" until it welcomes this node
 
@@ -43,7 +43,7 @@ class CoordinatorLink:
 
     @property
     def is_silent(self) -> bool:
-        """Whether no coordinator has said anything for so long that it counts as gone."""
+        """Whether the coordinator has been silent for so long that it counts as gone."""
         return self.now - self._heard >= COORDINATOR_SILENCE_S
 
     @property
@@ -56,7 +56,7 @@ class CoordinatorLink:
         self._heard, self._unreachable, self._has_left = self.now, "", False
 
     def left(self, reason: str) -> None:
-        """Note that the coordinator ends: its successor is looked for at once, and it counts as silent from now on."""
+        """Note that the coordinator announced its end: it counts as silent, and a successor is looked for at once."""
         self._unreachable, self._has_left = reason, True
         self.fail_all(reason)
 

@@ -1,4 +1,4 @@
-"""What the coordinator tells a daemon, and what the daemon tells it of itself."""
+"""The coordinator's messages to a daemon, and the daemon's heartbeats to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CoordinatorOrders:
         self._parts = parts
         self._live: dict[str, cluster.LiveClaim] = {}  # by model: its latest claims
         self._boot = ""  # of the one that has welcomed this node last
-        self._refusal = ""  # why it does not take this node, as last logged
+        self._refusal = ""  # why it refuses this node, as last logged
 
     def said(self, request: int, message: cluster.CoordinatorMessage) -> None:
         """Handle a message of the coordinator."""

@@ -1,4 +1,4 @@
-"""The connections to a cluster's coordinators: the one that leads is followed, and looked for when it is silent."""
+"""Connections to a cluster's coordinators: follows the one that leads, and looks for another when it is silent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from refitd.protocol.keys import ClientKeys
 
 
 class CoordinatorSockets:
-    """Sends to the coordinator that leads and hears nobody else; while none is known, to all.
+    """Sends to the leading coordinator and ignores the others; while none is known, sends to all.
 
     With one endpoint it is that coordinator, known or not.
 
@@ -49,9 +49,9 @@ class CoordinatorSockets:
         return [dealer.socket for dealer in self._dealers]
 
     @property
-    def doors(self) -> list[zmq.Socket[bytes]]:
-        """The sockets to poll besides; then call `failure`."""
-        return [door for dealer in self._dealers for door in dealer.doors]
+    def control_sockets(self) -> list[zmq.Socket[bytes]]:
+        """The sockets to poll besides `sockets`; then call `failure`."""
+        return [sock for dealer in self._dealers for sock in dealer.control_sockets]
 
     @property
     def is_seeking(self) -> bool:
@@ -92,11 +92,11 @@ class CoordinatorSockets:
         return said[0] if said else None
 
     def retry(self) -> None:
-        """Reconnect to those that refused the last handshake: the cause may have been fixed."""
+        """Reconnect to the coordinators that refused the last handshake: the cause may have been fixed."""
         for dealer in self._dealers:
             dealer.retry()
 
     def close(self, *, sending_s: float = 0.0) -> None:
-        """Close the sockets; what waits is sent for so long."""
+        """Close the sockets; keep sending queued messages for up to `sending_s`."""
         for dealer in self._dealers:
             dealer.close(sending_s=sending_s)

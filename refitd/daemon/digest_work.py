@@ -1,4 +1,4 @@
-"""The queue of what the workers of a node digest or compare, batch by batch."""
+"""The queue of digests and comparisons that a node's workers perform, batch by batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Found = bytes | tuple[tuple[int, int, int], ...]  # digests, or what differs in 
 
 
 class Priority(IntEnum):
-    """Who waits for work: the highest goes first, then the oldest."""
+    """The priority of work: the highest goes first, then the oldest."""
 
     BACKGROUND = 0  # nobody; it waits for a tick, runs one batch at a time on the node, and none while a swap runs
     ASKED = 1  # a person, or a rank that returns
@@ -32,7 +32,7 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Blocks that one worker reads together; `home` is the worker of the GPU that holds them, if any."""
+    """Blocks that one worker reads together; `home` is the worker of their GPU, if they are on one."""
 
     number: int  # of this work
     blocks: Sequence[int]
@@ -44,24 +44,24 @@ _Work_contra = TypeVar("_Work_contra", contravariant=True)
 
 
 class WorkOwner(Protocol[_Work_contra]):
-    """Who adds work. One of the last three is called once it has ended, and left the queue."""
+    """The owner of work. One of `unwanted`, `done` and `failed` is called when the work has left the queue."""
 
     def is_wanted(self, work: _Work_contra, /) -> bool:
-        """Whether what is to be read still is what it was when the work was added."""
+        """Return whether the data to be read is still the data for which the work was added."""
 
     def unwanted(self, work: _Work_contra, /) -> None:
-        """It is not."""
+        """Handle the end of work whose data has changed."""
 
     def done(self, work: _Work_contra, /) -> None:
-        """Every batch has been read."""
+        """Handle the results of all batches."""
 
     def failed(self, work: _Work_contra, reason: str, /) -> None:
-        """A batch cannot be read."""
+        """Handle a batch that cannot be read."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedWork(ABC):
-    """Work of the queue: what is to be read, in batches."""
+    """One piece of work in the queue, cut into batches."""
 
     owner: WorkOwner[Any]
     priority: Priority
@@ -72,7 +72,7 @@ class QueuedWork(ABC):
     results: dict[int, Found] = field(default_factory=dict)  # by number of the batch
 
     def begin(self, batches: list[Batch]) -> None:
-        """Take these batches, in their order, as what is to be done."""
+        """Set the batches to perform, in order."""
         self.left, self.unfinished = batches, len(batches)
 
     @property
@@ -87,7 +87,7 @@ class QueuedWork(ABC):
 
     @abstractmethod
     def request(self, run: int, batch: Batch) -> sidecar.TakeDigests | sidecar.CompareSpans:
-        """Return the message that has a worker read a batch."""
+        """Return the message that makes a worker read a batch."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -154,7 +154,7 @@ class DigestQueue:
         return blocks
 
     def begun(self, member: str, what: str) -> list[BlockWork]:
-        """Return the work of this kind on a target that has not ended."""
+        """Return the unfinished work of this kind on a target."""
         return [w for w in self._work if isinstance(w, BlockWork) and (w.member, w.what) == (member, what)]
 
     def add_blocks(self, work: BlockWork) -> None:
@@ -174,12 +174,12 @@ class DigestQueue:
             work.owner.done(work)
 
     def drop(self, work: QueuedWork) -> None:
-        """Forget work; nobody is told."""
+        """Forget work without telling its owner."""
         if work in self._work:
             self._work.remove(work)
 
     def drop_blocks(self, member: str, *what: str) -> None:
-        """Forget the work on a target, of these kinds or of all; nobody is told."""
+        """Forget the work on a target, of these kinds or of all, without telling its owner."""
         for work in [w for w in self._work if isinstance(w, BlockWork) and w.member == member]:
             if not what or work.what in what:
                 self._work.remove(work)
@@ -190,12 +190,12 @@ class DigestQueue:
         self._blocks.pop(member.id, None)
 
     def tick(self) -> None:
-        """Let work in the background begin."""
+        """Allow background work to begin."""
         for work in self._work:
             work.is_due = True
 
     def dispatch(self) -> None:
-        """End what is not wanted any more, and give idle workers their next batch."""
+        """Drop unwanted work, and give idle workers their next batch."""
         for work in [work for work in self._work if not work.owner.is_wanted(work)]:
             self.drop(work)
             work.owner.unwanted(work)

@@ -28,7 +28,7 @@ class _Joined:
 
 
 class LocalEpochs:
-    """Tracks which epochs this node's workers are in. Instructions go to `out`.
+    """Tracks the epochs of this node's workers. Instructions go to `out`.
 
     `formed(plan, epoch)` is called once the workers of every lane have joined their peers.
     """

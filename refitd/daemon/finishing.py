@@ -1,4 +1,4 @@
-"""A target's held tensors and the conversions that make them: checked, placed and listed for the workers."""
+"""A target's held tensors and the conversions that make them: check them, place them, list them for workers."""
 
 from __future__ import annotations
 

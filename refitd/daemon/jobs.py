@@ -54,12 +54,12 @@ class Run:
 
     @property
     def crosses(self) -> bool:
-        """Whether it exchanges data with workers of other nodes."""
+        """Whether the run exchanges data with workers of other nodes."""
         return self.job.shares[self.worker].epoch is not None
 
     @property
     def converts(self) -> bool:
-        """Whether it converts what has arrived."""
+        """Whether the run converts arrived tensors."""
         return isinstance(self.job.shares[self.worker].rows, ConversionList)
 
 
@@ -148,7 +148,7 @@ class JobTable:
         return [run for run in self._runs.values() if run.worker == worker and run.job.number == job]
 
     def unload(self, run: Run) -> None:
-        """Unload the job of a failed run, so that the next run loads it anew: what made it fail may be gone."""
+        """Unload the job of a failed run, so that the next run loads it again: the cause may have passed."""
         if run.worker in run.job.loaded:
             run.job.loaded.discard(run.worker)
             self._out(ToWorker(run.worker, sidecar.DropJob(job=run.job.number)))

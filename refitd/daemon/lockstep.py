@@ -12,7 +12,7 @@ from refitd.protocol import local
 
 @dataclass(slots=True)
 class _Replica:
-    """The ranks of one replica in one swap."""
+    """One replica's ranks during one swap."""
 
     said: dict[str, local.StepReached] = field(default_factory=dict)  # by member
     flips: dict[str, local.FlipAt] | None = None  # what they were told, once that is known

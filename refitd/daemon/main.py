@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 TICK_S = 1.0
 
-# The same while this node looks for the one of several coordinators that leads.
+# The same while this node looks for the leading coordinator among several.
 SEEK_S = 0.25
 
 # Limit for measuring how fast a client's memory is read; normally some milliseconds.
@@ -93,7 +93,7 @@ class DaemonShell:
         self._users = node_users(config)
         self._noise = Throttle(period_s=5.0)
         self._dealer = CoordinatorSockets(context, config.coordinator_endpoints, keys)
-        self._gate = ClientListener(
+        self._listener = ClientListener(
             directory / "refitd.fds",
             endpoint,
             self._users.uids,
@@ -103,7 +103,7 @@ class DaemonShell:
             self._given_back,
         )
         self._router = Router(context, endpoint, uids=self._users.uids, unsent=CLIENT_MARK)
-        for sock in (self._router.socket, *self._dealer.sockets, *self._dealer.doors):
+        for sock in (self._router.socket, *self._dealer.sockets, *self._dealer.control_sockets):
             self._poller.register(sock, zmq.POLLIN)
         self._cluster: Decoder[cluster.CoordinatorMessage] = Decoder(cluster.CoordinatorMessage)
         self._arena_fds: dict[int, int] = {PAGE_ARENA: memory.create(PAGE_BYTES, memory.PERMITS)}
@@ -127,7 +127,7 @@ class DaemonShell:
         )
         self._inbox = ClientInbox(
             self._router,
-            self._gate,
+            self._listener,
             self._users,
             self._state,
             config.node_name,
@@ -180,7 +180,7 @@ class DaemonShell:
         self._manager.alive(time.monotonic())
         self._dealer.retry()
         self._tell_if_alone(time.monotonic())
-        if late := self._gate.expire(time.monotonic()):
+        if late := self._listener.expire(time.monotonic()):
             self._log("turned-away", clients=late, reason="they connected and said no Hello")
         self._collect()
         self._feed(Tick())
@@ -196,7 +196,7 @@ class DaemonShell:
             self._monitor.publish(self._state, {"frames": len(self._inbox), "plans": len(self._plans)})
 
     def _outlive(self, what: Callable[[], object]) -> None:
-        """Call `what`; its errors must not end this process, which would lose the arenas."""
+        """Call `what` and log its errors: they must not end this process, which would lose the arenas."""
         try:
             what()
         except StartFailed:
@@ -239,16 +239,16 @@ class DaemonShell:
                 if self._is_trusted():
                     self._from_coordinator(frame)
                     self._follow()
-        elif ready in self._dealer.doors:
+        elif ready in self._dealer.control_sockets:
             self._no_handshake()
-        elif ready == self._gate.listener_fd:
-            refusal = self._gate.accept()
+        elif ready == self._listener.listener_fd:
+            refusal = self._listener.accept()
             if refusal and self._noise.allows(refusal, time.monotonic()):
                 self._log("turned-away", reason=refusal)
         elif ready == self._made_r:
             self._collect()
-        elif isinstance(ready, int) and self._gate.owns(ready):
-            gone = self._gate.serve(ready, self._fetch)
+        elif isinstance(ready, int) and self._listener.owns(ready):
+            gone = self._listener.serve(ready, self._fetch)
             if gone is not None:
                 self._inbox.take()  # handle what it sent before its end
                 self._end(gone, "its process has ended or closed the connection")
@@ -301,7 +301,7 @@ class DaemonShell:
             self._feed(act.WorkerSaid(worker, message))
 
     def _end(self, session: int, reason: str) -> None:
-        self._gate.leave(session)
+        self._listener.leave(session)
         self._feed(act.SessionClosed(session, reason))
 
     def _said_of_commit(self, session: int, message: local.Told) -> None:
@@ -324,7 +324,7 @@ class DaemonShell:
             self._coordinator_said(request, message)
 
     def _not_read(self, error: Exception) -> None:
-        """Log a message of the coordinator that cannot be read, and tell whoever waits for it."""
+        """Log a coordinator's message that cannot be read, and fail the request that waits for it."""
         if self._noise.allows(f"coordinator {error}", time.monotonic()):
             self._log("bad-message", peer="coordinator", reason=str(error))
         if isinstance(error, BadMessage) and error.request_id:
@@ -382,7 +382,7 @@ class DaemonShell:
     def _perform(self, instruction: act.Instruction) -> None:
         match instruction:
             case act.ToClient(session, request, message):
-                identity = self._gate.identity_of(session)
+                identity = self._listener.identity_of(session)
                 if identity is not None:
                     self._router.send(identity, request, message)
             case act.ToCoordinator(request, message):
@@ -494,7 +494,7 @@ class DaemonShell:
         self._workers.close()
         if goodbye:
             self._dealer.send(0, cluster.NodeLeaves())
-        self._gate.close()
+        self._listener.close()
         self._router.close()
         self._dealer.close(sending_s=cluster.LAST_WORDS_S if goodbye else 0.0)
         for fd in self._arena_fds.values():

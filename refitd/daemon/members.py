@@ -1,4 +1,4 @@
-"""What the daemon records about each registered rank: its tensors, its versions and where they lie."""
+"""The daemon's record of each registered rank: its tensors, its versions and where they lie."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class LocalMember:
     is_told: bool = False  # whether the coordinator has the current `state` and `history`
     on_move: Callable[[LocalMember], None] = lambda member: None
     boot: str = ""  # of the coordinator that admitted it
-    permit: PermitSlot | None = None  # where its process reads until when it may serve
+    permit: PermitSlot | None = None  # the slot from which its process reads until when it may serve
     suspended: bool = False  # target: its process has put the tensors away
     content: tuple[int, ...] = ()  # target: where in its staging arena a predecessor left each tensor, if elsewhere
     exchanged: str = ""  # target: the last swap that exchanged its arenas
@@ -221,7 +221,7 @@ class LocalMember:
         return [slot.arena for slot in self.slots] + [n for n in (self.staging, self.landing) if n >= 0]
 
     def source_places(self, version: int) -> Places:
-        """Return where the tensors of a version lie that this rank offers."""
+        """Return the places of the tensors of a version that this rank offers."""
         if not self.is_source:
             return self.decided_places()
         if version in self.leases:

@@ -1,4 +1,4 @@
-"""What a daemon counts of its events and instructions, and shows of its state, for Prometheus."""
+"""A daemon's Prometheus metrics: counters of its events and instructions, gauges of its state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of a daemon's state, wired together, and what several of them do."""
+"""The parts of a daemon's state, wired together, and the operations that involve several of them."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ class Parts:
         self.digests.worker_gone(worker, died=False)
 
     def exchange(self, arena: int, other: int) -> None:
-        """Note that two arenas have exchanged what they hold; replace workers that have mapped only one."""
+        """Note that two arenas have exchanged their contents; replace workers that have mapped only one."""
         for worker in self.arenas.exchange(arena, other):
             self.replace_worker(worker, f"arenas {arena} and {other} were exchanged, and it has mapped only one")
 
@@ -219,7 +219,7 @@ class Parts:
         self.swaps.replace_worker(worker, reason)
 
     def is_swapping(self) -> bool:
-        """Whether workers have something more urgent to do than to digest in the background."""
+        """Whether workers are needed for something more urgent than background digests."""
         return bool(self.swaps.staging()) or self.jobs.active > 0
 
     def reply(self, session: int, request: int, message: Message) -> None:

@@ -60,7 +60,7 @@ class PassedOn:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The question whether the coordinator would accept a rank whose arenas need the memory of retained targets."""
+    """A question to the coordinator: would it accept this rank, whose arenas need the memory of retained targets?"""
 
     wanted: WantedArenas
     purpose: MemberArenas

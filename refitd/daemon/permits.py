@@ -1,4 +1,4 @@
-"""Permits of this node's target ranks: who may serve and until when. The coordinator's answers renew them."""
+"""Permits of this node's target ranks: until when each may serve. The coordinator's answers renew them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Permits:
             self._written.pop(member.id, None)
 
     def renew(self, member: LocalMember) -> None:
-        """Write until when a rank may serve now."""
+        """Write a rank's present permit."""
         if member.permit is not None:
             may = member.state.may_serve and member.boot == self._boot
             until = self._until if may else 0.0

@@ -1,4 +1,4 @@
-"""The parts of plans that this node keeps, and the tables that a plan makes of them."""
+"""A cache of plan parts on this node, and the assembly of a plan's tables from them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from refitd.plan.table import CopyTable, CrossingTable, PlanTable
 from refitd.protocol.cluster import EpochPart, EpochPlan, LoadPlan, PlanPart
 from refitd.protocol.codec import unpack
 
-# Parts of one node take some hundred KiB; what is given up is sent again.
+# A node's parts take some hundred KiB; the coordinator sends evicted parts again.
 MAX_BYTES = 64 << 20
-# Limit on the rows of a table that is put together: a few bytes may use a large part often.
+# Limit on the rows of an assembled table: a few bytes can reference a large part many times.
 MAX_ROWS = 1 << 21
 
 T = TypeVar("T", bound=PlanTable)
@@ -39,14 +39,14 @@ class NodeTables:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Parts that a plan names and this node lacks, and the reason for one of them."""
+    """Parts that a plan names and this node lacks, with the reason for one of them."""
 
     count: int
     reason: str
 
 
 class KeptParts:
-    """Keeps the parts that were used last, as they came, up to `max_bytes`."""
+    """Caches the most recently used parts, still packed, up to `max_bytes`."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -107,7 +107,7 @@ def _tables(message: LoadPlan, parts: Sequence[PlanPart]) -> NodeTables:
 def _table(
     kind: type[T], name: str, whole: dict[str, int | bytes | list[str]], message: LoadPlan, parts: Sequence[PlanPart]
 ) -> T:
-    """Return a table of the plan: as it came from a coordinator that sends no parts, or put together."""
+    """Return a table of the plan: whole, as an older coordinator sends it, or assembled from parts."""
     if whole:
         return kind.from_wire(whole)
     uses = Uses.from_wire(message.uses.get(name, {}))

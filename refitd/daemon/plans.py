@@ -26,7 +26,7 @@ from refitd.protocol.base import Message
 
 @dataclass(frozen=True)
 class NodePlan:
-    """One node's part of a plan. What each swap asks of it is counted once."""
+    """One node's part of a plan. Figures that every swap needs are computed once."""
 
     id: str
     members: dict[int, str]  # plan-wide rank -> member
@@ -34,7 +34,7 @@ class NodePlan:
     fills: FillTable | None
     constants: int  # arena of the fill constants; -1 if there are none
     outer: OuterTransfers | None = None
-    onward: CopyTable | None = None  # copies between targets, once everything has arrived
+    onward: CopyTable | None = None  # copies between targets of this node, after everything has arrived
     seeds: frozenset[int] = frozenset()  # ranks of targets that are read, not written
 
     @cached_property
@@ -45,7 +45,7 @@ class NodePlan:
 
     @cached_property
     def written_ranks(self) -> frozenset[int]:
-        """The ranks of this node that are written, but for those that only get from others here what has arrived."""
+        """The ranks of this node that are written, except those that only receive copies from other ranks here."""
         received = self.outer.received_ranks() if self.outer else ()
         return frozenset({*np.unique(self.table.dst_rank).tolist(), *received})
 
@@ -57,7 +57,7 @@ class NodePlan:
         }
 
     def row_name(self, row: int, *, is_onward: bool) -> str:
-        """Return what a row within this node copies, for people; "" for a row that fills."""
+        """Describe what a row within this node copies, for an error; "" for a row that fills."""
         table = self.onward if is_onward and self.onward is not None else self.table
         if row >= len(table):
             return ""

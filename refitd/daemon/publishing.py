@@ -75,12 +75,12 @@ class Publishing:
         self._announce(member, session, request, version, message.reason, message.is_anew)
 
     def ask_room(self, member: LocalMember) -> None:
-        """Ask which versions a waiting publish may overwrite. Repeated, since a coordinator may have missed it."""
+        """Ask the coordinator which versions a waiting publish may overwrite. Repeated: messages get lost."""
         if member.waiting and member.registration.world_size > 1:
             self._link.say(cluster.WantsRoom(member.id, member.waiting[0].version, len(member.slots)))
 
     def may_drop(self, member: LocalMember, versions: Iterable[int], reason: str) -> None:
-        """Store which versions the coordinator says no other rank needs."""
+        """Store the versions that, says the coordinator, no other rank needs."""
         member.may_drop, member.lagging = frozenset(versions), reason
         self._grant(member)
 
@@ -127,7 +127,7 @@ class Publishing:
             self._grant(member)
 
     def end_unread(self, members: Iterable[LocalMember], version: int) -> None:
-        """End leases of `version` that its swap did not read, since it read their replicas instead."""
+        """End leases of `version` that its swap did not read because it read their replicas instead."""
         for member in members:
             if version in member.leases:
                 self._end_lease(member, version)
@@ -204,7 +204,7 @@ def _check_room(member: LocalMember, what: str, count: int) -> None:
 
 
 def _why_not(member: LocalMember) -> str:
-    """Say why no slot of a member can be overwritten."""
+    """Return why no slot of a member can be overwritten."""
     found = []
     if reading := sorted({s for slot in member.slots for s in slot.readers | slot.compared}):
         found.append(f"swaps {reading} are still reading")

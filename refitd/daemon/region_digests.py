@@ -22,7 +22,7 @@ from refitd.protocol.base import clipped
 
 
 class _Spans:
-    """The blocks of one member's regions. Equal regions are cut alike. Columns, not objects, since they may be many."""
+    """The blocks of one member's regions. Equal regions are cut alike. Columns, since there may be very many."""
 
     def __init__(self, table: RegionTable, at: Addresses) -> None:
         self._table, self._at = table, at
@@ -70,7 +70,7 @@ class _RegionWork(QueuedWork):
         return sidecar.TakeDigests(run=run, spans=tuple(mine[block] for block in batch.blocks))
 
     def row_digests(self) -> bytes:
-        """Return the digest of each region, of those of its blocks: 8 bytes a row, the members' one after another."""
+        """Return the digest of each region, made of its blocks' digests: 8 bytes per row, member after member."""
         taken = self.digests
         counts = np.concatenate([np.zeros(1, np.int64), *(each.counts for each in self.spans)])
         ends = (DIGEST_BYTES * np.cumsum(counts)).tolist()
@@ -91,7 +91,7 @@ class RegionDigests:
         out: Callable[[Instruction], None],
         replace: Callable[[int, str], None],
     ) -> None:
-        """`replace(worker, reason)` ends what a worker does, and starts another."""
+        """`replace(worker, reason)` kills a worker and starts a new one."""
         self._members = members
         self._queue = queue
         self._out = out
@@ -182,11 +182,11 @@ class RegionDigests:
     # --- what the queue asks and tells (WorkOwner) --------------------------------------------------------
 
     def is_wanted(self, work: _RegionWork) -> bool:
-        """Whether all sources still hold the version that is compared."""
+        """Return whether all sources still hold the compared version."""
         return not self._lost(work)
 
     def unwanted(self, work: _RegionWork) -> None:
-        """Name the source that holds it no longer."""
+        """Answer with the source that no longer holds the version."""
         lost = self._lost(work)
         self.failed(work, f"{lost}: version {work.version} was taken back while it was compared")
 

@@ -23,7 +23,7 @@ from refitd.protocol import cluster, local
 from refitd.protocol.base import Message, clipped
 from refitd.states import ProofState
 
-# Share of the client's timeout within which arenas must be made: it hears which are late before it gives up.
+# Share of the client's timeout within which arenas must be made: the client hears which are late before it gives up.
 PART_OF_TIMEOUT = 0.9
 
 MAX_NAMED = 3  # differences that an error lists
@@ -150,7 +150,7 @@ class LocalRegistrations:
             return ()
         if len(given) != wanted or len(set(given)) < len(given):
             raise RefusedError(f"{who}: {len(given)} arenas are given back, {wanted} different ones are needed")
-        is_read = isinstance(message, local.RegisterTarget) and not message.flips  # its process only reads it
+        is_read = isinstance(message, local.RegisterTarget) and not message.flips  # the process only reads this arena
         used = {place.arena for place in message.live}.union(*(m.live.arenas() for m in self._members.values()))
         for number in given:
             arena = self._arenas.get(number)
@@ -201,7 +201,7 @@ class LocalRegistrations:
                 size,
                 label,
                 wanted.session,
-                write=source or (member.flips and index == 0),  # a landing arena is the workers' alone
+                write=source or (member.flips and index == 0),  # only workers use a landing arena
                 workers_write=not source,
                 device=wanted.device,
             )
@@ -287,7 +287,7 @@ class LocalRegistrations:
         self._reply(session, request, self._registered(member, about.nbytes, member.state.holds))
 
     def _refuse_content(self, session: int, request: int, about: Introduced, found: cluster.MemberChecked) -> None:
-        """Introduce a rank as a new one, in its predecessor's arena: what that holds is not its version any more."""
+        """Introduce a rank as new, in its predecessor's arena: the arena does not hold the version that it should."""
         member = about.member
         where = ", ".join(f"{each.parameter}{each.slice}" for each in found.differences[:MAX_NAMED])
         what = f"version {member.state.holds}, which its predecessor left, is not restored: {found.reason}"
@@ -339,7 +339,7 @@ class LocalRegistrations:
         member = about.member
         if isinstance(reply, local.Done) and member.id in self._members:
             try:
-                if member.suspended or not isinstance(about.event, Woken):  # awake already: it may be in a swap
+                if member.suspended or not isinstance(about.event, Woken):  # awake already, and possibly in a swap
                     member.move(about.event)
                 member.suspended = isinstance(about.event, Suspended)
                 self._permits.renew(member)
@@ -350,7 +350,7 @@ class LocalRegistrations:
     # --- what the coordinator knows -----------------------------------------------------------------------
 
     def readmit(self) -> None:
-        """Announce every rank to a coordinator that does not know this node, or has given it up."""
+        """Announce every rank to a coordinator that does not know this node, or has dropped it."""
         self._described.clear()
         for member in self._members.values():
             member.boot = ""  # also if it is the same coordinator
@@ -385,7 +385,7 @@ class LocalRegistrations:
         if not known and self._link.is_up:
             self._described.add(member.digest)
             self._link.say(cluster.DescribeShard(digest=member.digest, packed=member.described))
-        # `Described` allows one repeat, only if the description was left out: a forgetful coordinator cannot loop us
+        # `Described` allows one repeat, only if the description was left out: a coordinator that forgets cannot loop us
         self._link.ask(session, request, shard, Described(about, shard) if known else about)
 
     def _agreed(self, member: LocalMember) -> None:

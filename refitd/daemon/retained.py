@@ -13,7 +13,7 @@ from refitd.protocol.local import RegisterTarget
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """What a dead engine's rank left: its staging arena holds all of version `member.state.holds`."""
+    """The arenas of a dead engine's rank; the staging arena holds version `member.state.holds` whole."""
 
     member: LocalMember
     uid: int
@@ -24,7 +24,7 @@ class RetainedTargets:
     """Retained targets by model, replica and rank. The caller frees the arenas that `expire` and `clear` return."""
 
     def __init__(self, keep_s: float) -> None:
-        """Keep each for `keep_s` seconds."""
+        """Retain each target for `keep_s` seconds."""
         self._keep_s = keep_s
         self._kept: dict[tuple[str, str, int], Retained] = {}
 
@@ -74,7 +74,7 @@ class RetainedTargets:
         return {arena for key in keys for arena in self._kept.pop(key).member.arenas()}
 
     def expire(self, now: float) -> Iterator[int]:
-        """Stop retaining targets whose time is over; yield their arenas."""
+        """Stop retaining targets whose time has expired; yield their arenas."""
         for key, retained in list(self._kept.items()):
             if now >= retained.until:
                 del self._kept[key]
@@ -90,7 +90,7 @@ class RetainedTargets:
 
 
 def is_restoring(member: LocalMember) -> bool:
-    """Whether a member's process still copies a retained target, so that the coordinator must not know it yet."""
+    """Whether a member's process still copies a retained target; the coordinator must not know of it yet."""
     return member.state.step is Step.RESTORING
 
 

@@ -1,4 +1,4 @@
-"""Whether a seed still holds what it did when its version went live: others have copied that."""
+"""Check that a seed's tensors are unchanged since its version went live, because others copied them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from refitd.daemon.members import LocalMember
 
 
 class SeedProofs:
-    """Compares seeds with their digests, by work of the queue."""
+    """Compares seeds with their digests, as work of the digest queue."""
 
     def __init__(
         self,
@@ -18,13 +18,13 @@ class SeedProofs:
         owner: WorkOwner[BlockWork],
         log: Callable[..., None],
     ) -> None:
-        """`owner` passes on what the queue says of work on seeds."""
+        """`owner` forwards the queue's results of work on seeds."""
         self._members, self._queue, self._owner, self._log = members, queue, owner, log
         # (member, tensors, whom to tell) of seeds whose first digests are being taken
         self._unproven: list[tuple[str, Collection[str], Callable[[str], None]]] = []
 
     def prove(self, member: LocalMember, tensors: Collection[str], then: Callable[[str], None]) -> None:
-        """Digest what others have read of a version that a member serves, and tell `then` what is wrong with it.
+        """Digest the tensors that others have read of a member's served version; tell `then` what is wrong with them.
 
         "" if nothing is: it has not changed since it went live. If digests have not been taken yet of a staging arena,
         nothing is known that it could be compared with; only workers have ever written there.
@@ -54,7 +54,7 @@ class SeedProofs:
         self._queue.add_blocks(work)
 
     def read(self, work: BlockWork, member: LocalMember) -> None:
-        """Compare a seed's digests, which have been taken now, with the known ones."""
+        """Compare a seed's new digests with the known ones."""
         known = member.proof
         if known is None or known.version != work.version:
             work.then(f"it serves version {work.version} no longer")
@@ -70,7 +70,7 @@ class SeedProofs:
         work.then(f"{name}{more}: its memory has changed since version {work.version} went live")
 
     def taken(self, member_id: str) -> None:
-        """Go on with the seeds that waited for digests, which have been taken or cannot be."""
+        """Continue with the seeds that waited for digests, which now exist or cannot be taken."""
         waited = [seed for seed in self._unproven if seed[0] == member_id]
         self._unproven = [seed for seed in self._unproven if seed[0] != member_id]
         for _, tensors, then in waited:  # of members that are here: others have been dropped

@@ -1,4 +1,4 @@
-"""Stages what the other arenas of flipping targets hold, for a rollback, once that is known to be what was live."""
+"""Rollbacks by exchange: stage the previous version that flipping targets still hold, once its digests match."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from refitd.protocol.base import clipped
 
 
 class Spares:
-    """The versions that other arenas hold. Engines can write these arenas, though they never should.
+    """The previous versions in the targets' staging arenas. Engines can write these arenas, though they never should.
 
-    Each is compared with its digests in the background, soon after the commit that put it there, so that a rollback
-    reads nothing; a rollback that comes before waits for that. What differs, or cannot be read, never goes live. What
-    has gone live again is compared once more, at once, because it may have been written in between; a rank that differs
-    then stops serving. Instructions go to `out`.
+    Each is compared with its digests in the background, soon after the commit that left it there, so that a rollback
+    need not read it; an earlier rollback waits for that comparison. A version that differs, or cannot be read, never
+    goes live. A version that went live again is compared once more at once, because it may have been written in
+    between; a rank that differs then stops serving. Instructions go to `out`.
     """
 
     def __init__(
@@ -32,9 +32,9 @@ class Spares:
         fence: Callable[[LocalMember, str], None],
         update: Callable[[], None],
     ) -> None:
-        """`fence(member, reason)` stops a rank from serving what it has.
+        """`fence(member, reason)` stops a rank from serving its version.
 
-        `update()` tells the coordinator of members that it has not been told of: it goes back in other ways then.
+        `update()` tells the coordinator about changed members, so that it rolls back by a copy instead.
         """
         self._members = members
         self._queue = queue
@@ -47,7 +47,7 @@ class Spares:
     # --- a rollback ---------------------------------------------------------------------------------------
 
     def stage(self, message: cluster.StageSpare) -> None:
-        """Take the version that the members' other arenas hold as staged, once each is proven."""
+        """Take the members' previous version as staged, once it is proven on each."""
         members = self._exchangeable(message)
         if members is None:
             return
@@ -58,15 +58,15 @@ class Spares:
         self._go_on()
 
     def abort(self, swap: str) -> None:
-        """Stage nothing for a swap any more."""
+        """Stop staging for this swap."""
         self._staging.pop(swap, None)
 
     def staging(self) -> set[str]:
-        """Return the swaps that wait here."""
+        """Return the swaps that wait for a comparison."""
         return set(self._staging)
 
     def _exchangeable(self, message: cluster.StageSpare) -> list[LocalMember] | None:
-        """Return the members, if all can exchange their arenas for this version; None, and say so, if one cannot."""
+        """Return the members if all can exchange their arenas for this version; else report a failure, return None."""
         event = SpareStaged(message.swap, message.version, message.run)
         members = [(member, self._members.get(member)) for member in message.members]
         try:
@@ -80,7 +80,7 @@ class Spares:
         return [member for _, member in members if member is not None]
 
     def _go_on(self) -> None:
-        """Stage what is proven by now, and fail what has turned out wrong."""
+        """Stage the swaps whose versions are all proven; fail those with a version that differs."""
         for swap, (message, members) in list(self._staging.items()):
             found = {member.id: member.spare_found if member.verifies else "" for member in members}
             wrong = next(((member, text) for member, text in found.items() if text), None)
@@ -91,7 +91,7 @@ class Spares:
                 self._staged(message)
 
     def _staged(self, message: cluster.StageSpare) -> None:
-        members = self._exchangeable(message)  # again: one may have left since
+        members = self._exchangeable(message)  # check again: a member may have left since
         if members is None:
             return
         self._log("swap", swap=message.swap, version=message.version, phase="staged")
@@ -107,7 +107,7 @@ class Spares:
     # --- comparisons --------------------------------------------------------------------------------------
 
     def exchanged(self, member: LocalMember) -> None:
-        """The member has exchanged its arenas. `proof` is there already if it has gone back."""
+        """Note that the member has exchanged its arenas. It has a `proof` already if the exchange was a rollback."""
         self._queue.drop_blocks(member.id, "spare", "returned")
         if member.verifies and member.state.spare is not None:
             self._later.add(member.id)
@@ -119,7 +119,7 @@ class Spares:
         self._later.discard(member.id)
 
     def tick(self) -> None:
-        """Let work in the background begin."""
+        """Start the comparisons that were scheduled before this tick."""
         for member in [self._members[name] for name in sorted(self._later) if name in self._members]:
             if member.state.spare is not None and member.spare_found is None:
                 self._compare(member, "spare", Priority.BACKGROUND)
@@ -150,19 +150,19 @@ class Spares:
     # --- what the queue asks and tells (WorkOwner) -------------------------------------------------------
 
     def is_wanted(self, work: BlockWork) -> bool:
-        """Whether the arena still holds this version."""
+        """Return whether the arena still holds this version."""
         state = self._members[work.member].state
         return (state.spare if work.what == "spare" else state.version) == work.version
 
     def unwanted(self, work: BlockWork) -> None:
-        """Nobody waits for it: a rollback to that version has been refused."""
+        """Do nothing: a rollback to that version has been refused already."""
 
     def done(self, work: BlockWork) -> None:
-        """Compare the digests with those of when the version was live."""
+        """Compare the digests with those taken while the version was live."""
         member, digests = self._members[work.member], work.digests
         known = member.spare_proof if work.what == "spare" else member.proof
         if work.what == "spare" and (known is None or known.version != work.version):
-            # it was replaced before its digest could be taken: it is held to what it is now
+            # replaced before its digests were taken: the present ones become the reference
             known = member.spare_proof = Proof(work.version, digests)
         different = [] if known is None else work.blocks.differing(digests, known.digests, range(len(work.blocks)))
         wrong = ""
@@ -177,7 +177,7 @@ class Spares:
             self._fence(member, wrong)
 
     def failed(self, work: BlockWork, reason: str) -> None:
-        """Have no rollback take what cannot be read."""
+        """Exclude the version from rollbacks: it cannot be read."""
         self._log("digests-failed", member=work.member, what=work.what, reason=reason)
         member = self._members.get(work.member)
         if member is not None and work.what == "spare":

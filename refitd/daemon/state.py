@@ -72,7 +72,7 @@ class DaemonState(Parts):
                     self.worker_pids[worker] = message.pid
                 elif isinstance(message, sidecar.DigestsTaken | sidecar.SpansCompared):
                     self.digests.worker_said(message)
-                elif isinstance(message, sidecar.CableMeasured):
+                elif isinstance(message, sidecar.CableTimed):
                     self.cable_tests.worker_said(worker, message)
                 else:
                     self.swaps.worker_said(worker, message)

@@ -175,7 +175,7 @@ class LocalSwaps:
             self._arrived(local_swap)
 
     def _arrived(self, local_swap: _LocalSwap) -> None:
-        """Everything has arrived: copy onward what other targets of this node need of it."""
+        """Handle that everything has arrived: copy onward what other targets of this node need."""
         local_swap.phase = "onward"
         plan = local_swap.plan
         if plan.onward is None:
@@ -200,7 +200,7 @@ class LocalSwaps:
             self._gathered(local_swap)
 
     def _gathered(self, local_swap: _LocalSwap) -> None:
-        """All targets have what they need: start the conversions; without any, the version is staged."""
+        """Handle that all targets have what they need: start the conversions; without any, the version is staged."""
         local_swap.phase = "converting"
         targets = [member for _, member in self._targets(local_swap.plan)]
 
@@ -214,7 +214,7 @@ class LocalSwaps:
             homes = self._maps.homes({one.arena for one in made})
             return shares_of(pieces_of(made, on_gpus=homes), self._workers, homes)
 
-        # dropped with the plan, and with the arenas of its members
+        # dropped with the plan and with its members' arenas
         key = ("stage", local_swap.plan.id, "convert", *(member.id for member in targets))
         runs = self._jobs.start(key, convert, _Staging(local_swap.swap), verify=local_swap.verify)
         local_swap.outstanding = {run.number for run in runs}
@@ -222,7 +222,7 @@ class LocalSwaps:
             self._converted(local_swap)
 
     def _converted(self, local_swap: _LocalSwap) -> None:
-        """Nothing is read any more: see that the seeds of this node still hold what they did when it went live."""
+        """Handle the end of all reads: check that this node's seeds have not changed since their version went live."""
         local_swap.phase = "proving"
         plan = local_swap.plan
         seeds = {plan.members[rank]: plan.tensors_read(rank) for rank in plan.read_ranks & plan.seeds}
@@ -234,7 +234,7 @@ class LocalSwaps:
             self._prove(self._members[member_id], tensors, partial(self._proven, local_swap, member_id))
 
     def _proven(self, local_swap: _LocalSwap, member: str, wrong: str) -> None:
-        """A seed holds what it did when that went live; or it does not, or cannot be read: `wrong`."""
+        """Handle the check of a seed: `wrong` says how it differs or why it cannot be read; "" if it is unchanged."""
         if self._swaps.get(local_swap.swap) is not local_swap:
             return
         local_swap.unproven.discard(member)
@@ -293,12 +293,12 @@ class LocalSwaps:
         self._commits.aborted(swap, reason)
 
     def stop_seeding(self, member: LocalMember, reason: str) -> None:
-        """A seed leaves: abort the catch-ups that read it, now."""
+        """Abort the catch-ups that read a leaving seed, at once."""
         if member.seeding and member.state.version is not None:
             self.stop_reading(member, member.state.version, reason)
 
     def stop_reading(self, member: LocalMember, version: int, reason: str) -> None:
-        """A source takes a version back: abort the swaps that read it, now."""
+        """Abort the swaps that read a version that its source takes back, at once."""
         readers = member.readers_of(version)
         for swap in sorted(readers or ()):
             self._stage_failed(swap, member.id, f"version {version} was taken back while it was read: {reason}")
@@ -307,7 +307,7 @@ class LocalSwaps:
             readers.clear()
 
     def end_comparing(self, member: LocalMember) -> None:
-        """A publish waits for a slot: have workers compare nothing with this source's slots any more."""
+        """Stop all comparisons with this source's slots, because a publish waits for one."""
         for swap in sorted({swap for slot in member.slots for swap in slot.compared}):
             local_swap = self._swaps.get(swap)
             runs = [run for run in self._jobs.runs_for(_Staging(swap)) if run.crosses]
@@ -324,7 +324,7 @@ class LocalSwaps:
                 slot.compared.discard(swap)
 
     def _ends_comparing(self, run: int) -> None:
-        """A run no longer compares, if it was told so."""
+        """Note that a run compares nothing any more, if it was told to stop."""
         for swap, local_swap in self._swaps.items():
             if run in local_swap.comparing:
                 local_swap.comparing.discard(run)
@@ -391,14 +391,14 @@ class LocalSwaps:
                         pass  # nothing runs any more
 
     def _distrust(self, run: Run) -> None:
-        """What was made of what targets here hold was wrong: they get every version whole until they register again."""
+        """Send whole versions to this node's targets until they register again: a delta on their base was wrong."""
         swap = self._swaps.get(run.purpose.swap) if isinstance(run.purpose, _Staging) else None
         for member in swap.based if swap is not None else ():
             member.distrusts_base = True
             self._log("base-wrong", member=member.id, worker=run.worker)
 
     def not_sent(self, worker: int, message: Message, reason: str) -> None:
-        """A message did not reach a worker: fail what needs it; the next attempt sends it again."""
+        """Fail the runs that need a message which did not reach a worker; the next attempt sends it again."""
         self._log("not-sent", worker=worker, message=type(message).__name__, reason=reason)
         match message:
             case sidecar.MapArena(arena):

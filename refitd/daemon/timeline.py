@@ -1,4 +1,4 @@
-"""When this node did what for its last swaps: a pure observer of the daemon's events and instructions."""
+"""A timeline of this node's last swaps, recorded from the daemon's events and instructions without acting on them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from refitd.protocol.traces import MAX_SPANS, CollectTrace, NodeTrace, TraceSpan
 # Swaps, and loads of plans, that are kept.
 MAX_SWAPS = 16
 
-# Progress marks of one run; later ones widen the last.
+# Limit on progress marks of one run; later progress extends the last mark.
 MAX_CHUNKS = 32
 
 DAEMON = "daemon"
 
-# A run of a worker: copies and digests are numbered apart.
+# Identifies a worker's run: copies and digests have separate numbers.
 _Key = tuple[str, int]
 _JOB, _DIGESTS = "job", "digests"
 
@@ -49,11 +49,11 @@ class _Open:
 
 
 @dataclass(slots=True)
-class _Swap:
+class _SwapTimeline:
     spans: list[TraceSpan] = field(default_factory=list)
     open: dict[Hashable, _Open] = field(default_factory=dict)
     dropped: int = 0
-    alignment: Alignment | None = None  # of the clocks, while it ran
+    alignment: Alignment | None = None  # of the clocks while the span ran
 
     def add(self, span: TraceSpan) -> None:
         if len(self.spans) < MAX_SPANS:
@@ -74,14 +74,14 @@ class Timeline:
     ) -> None:
         """`pid_of` returns a worker's pid, 0 if it has none."""
         self._jobs, self._members, self._pid_of, self._clock = jobs, members, pid_of, clock
-        self._swaps: OrderedDict[str, _Swap] = OrderedDict()
+        self._swaps: OrderedDict[str, _SwapTimeline] = OrderedDict()
         self._latest: str | None = None  # the swap to which digests belong
         self._runs: dict[_Key, tuple[str, int]] = {}  # open runs -> (swap, worker)
         self._plans: OrderedDict[str, tuple[float, float | None]] = OrderedDict()  # loads that no swap has used
         self._now = 0.0
 
     def watch(self, event: Event, instructions: Iterable[Instruction], now: float) -> None:
-        """Note what an event that the state has handled, and what it returned, says of swaps."""
+        """Record what an event, and the instructions that the state returned for it, say about swaps."""
         self._now = now
         match event:
             case CoordinatorSaid(message=message):
@@ -110,8 +110,8 @@ class Timeline:
                     self._open(swap, ("commit", member), self._name(member), "commit")
 
     def part(self, asked: CollectTrace, node: str, host: str, now: float) -> NodeTrace:
-        """Return this node's part of a swap's trace; without spans if it is not kept."""
-        found = self._swaps.get(asked.swap) or _Swap()
+        """Return this node's part of a swap's trace; it has no spans if the swap is no longer kept."""
+        found = self._swaps.get(asked.swap) or _SwapTimeline()
         unended = [TraceSpan(one.who, one.name, one.began, now, is_open=True) for one in found.open.values()]
         kept = (*found.spans, *unended)
         at = found.alignment or self._clock.alignment
@@ -125,7 +125,7 @@ class Timeline:
             at.error_s if at is not None else None,
         )
 
-    # --- what happens -------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------
 
     def _told(self, message: cluster.CoordinatorMessage) -> None:
         match message:
@@ -156,7 +156,7 @@ class Timeline:
                 for key in list(found.open):
                     self._close(swap, key, "aborted")
             case cluster.CheckMembers():
-                self._latest = None  # what is digested from now on is for somebody who verifies
+                self._latest = None  # later digests belong to a verification, not to the swap
 
     def _said(self, message: Message) -> None:
         match message:
@@ -183,7 +183,7 @@ class Timeline:
     def _begin(self, swap: str) -> None:
         self._latest = swap
         if swap not in self._swaps:
-            self._swaps[swap] = _Swap()
+            self._swaps[swap] = _SwapTimeline()
             while len(self._swaps) > MAX_SWAPS:
                 gone, _ = self._swaps.popitem(last=False)
                 self._runs = {run: at for run, at in self._runs.items() if at[0] != gone}
@@ -198,8 +198,8 @@ class Timeline:
             found.add(TraceSpan(one.who, one.name, one.began, self._now, nbytes, note=note[:200]))
             self._aligned(found)
 
-    def _aligned(self, found: _Swap) -> None:
-        """Keep the best alignment of the clocks known while the swap ran."""
+    def _aligned(self, found: _SwapTimeline) -> None:
+        """Keep the most accurate clock alignment of the swap's duration."""
         found.alignment = self._clock.alignment or found.alignment
 
     # --- runs of workers ----------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class Timeline:
             found.chunks.append((self._now, nbytes))
 
     def _ran(self, run: _Key, *, seconds: float | None = None, nbytes: int = 0, note: str = "") -> None:
-        """End a run; `seconds` is what the worker says it took: it may have waited for the worker's earlier ones."""
+        """End a run; `seconds` is its own duration by the worker, without the wait for the worker's earlier runs."""
         at = self._runs.pop(run, None)
         one = self._swaps[at[0]].open.pop(run, None) if at is not None else None
         if at is None or one is None:

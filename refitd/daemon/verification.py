@@ -41,7 +41,7 @@ class _RequestedCheck:
 
 @dataclass(slots=True)
 class _MemberCheck:
-    """The check of one member. Requests that arrive while it runs wait for a second check that begins after it."""
+    """The check of one member. Requests that arrive during it wait for a second check that follows."""
 
     member: str
     number: int
@@ -76,7 +76,7 @@ class Proofs:
         self._later: set[str] = set()  # members whose digests are due at the next tick
         self.seeds = SeedProofs(members, queue, self, self._log)
 
-    # --- what happens to members --------------------------------------------------------------------------
+    # --- members commit and leave -------------------------------------------------------------------------
 
     def committed(self, member: LocalMember) -> None:
         """The member has committed its staging arena: schedule its digests, and restart a check under way."""
@@ -109,7 +109,7 @@ class Proofs:
                     asked, cluster.MemberChecked(member=member.id, state=ProofState.UNKNOWN, reason=clipped(reason))
                 )
 
-    # --- asked --------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------
 
     def check(self, message: cluster.CheckMembers, now: float) -> None:
         """Start checks of members; each is answered as soon as it is done, the rest at the deadline."""
@@ -151,7 +151,7 @@ class Proofs:
         return member.id in self._checks
 
     def can_judge(self, member: LocalMember) -> bool:
-        """Whether what a rank holds can be compared later: its digests are known, or were being taken."""
+        """Whether a rank's tensors can be compared later: their digests are known, or being taken."""
         if not member.verifies or (member.proof is not None and member.proof.version == member.state.holds):
             return True
         if member.state.step is Step.RESTORING:
@@ -171,7 +171,7 @@ class Proofs:
             self._expire(asked)
 
     def tick(self) -> None:
-        """Let background work begin: it waits for a tick."""
+        """Start the background work that waited for a tick."""
         for member_id in sorted(self._later):
             member = self._members.get(member_id)
             begun = self._queue.begun(member_id, "stored")
@@ -412,7 +412,7 @@ class Proofs:
     # --- what the queue asks and tells (WorkOwner) -------------------------------------------------------
 
     def is_wanted(self, work: BlockWork) -> bool:
-        """Whether the tensors to be read still hold this version."""
+        """Return whether the tensors to be read still hold this version."""
         member = self._members.get(work.member)
         return member is not None and (work.what == "live" or member.state.holds == work.version)
 
@@ -429,7 +429,7 @@ class Proofs:
             self._again(check)
 
     def done(self, work: BlockWork) -> None:
-        """Go on with what waited for this."""
+        """Continue with the checks that waited for this result."""
         member, check = self._members[work.member], self._check_of(work)
         match work.what:
             case "seed":
@@ -446,7 +446,7 @@ class Proofs:
                 self._located(check, [found for each in work.found if isinstance(each, tuple) for found in each])
 
     def failed(self, work: BlockWork, reason: str) -> None:
-        """Tell who waited for this that it cannot be known."""
+        """Answer the checks that waited for this result with the reason why there is none."""
         self._log("digests-failed", member=work.member, what=work.what, reason=reason)
         if work.what == "seed":
             work.then(reason)

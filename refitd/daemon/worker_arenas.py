@@ -1,4 +1,4 @@
-"""Which arenas each worker has mapped, and which worker works for each GPU."""
+"""The arenas that each worker has mapped, and the worker of each GPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class WorkerArenas:
             self._out(ToWorker(worker, sidecar.UnmapArena(arena=arena)))
 
     def exchange(self, arena: int, other: int) -> list[int]:
-        """Have the workers exchange what two arenas hold; return those that have only one, whose jobs would err."""
+        """Have the workers exchange two arenas; return those that have mapped only one, whose jobs would be wrong."""
         odd = []
         for worker, mapped in enumerate(self._mapped):
             if {arena, other} <= mapped:
@@ -58,7 +58,7 @@ class WorkerArenas:
         return odd
 
     def renewed(self, worker: int) -> None:
-        """A worker is a new process without any mapping: map its arenas again."""
+        """Map a worker's arenas again, because its process is new."""
         self._mapped[worker].clear()
         for arena in sorted(self._known):
             if self._belongs(arena, worker):

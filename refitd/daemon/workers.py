@@ -101,7 +101,7 @@ class Workers:
         )
 
     def problems(self) -> tuple[str, ...]:
-        """Return a line for status about each worker that is down."""
+        """Return one line for status per worker that is down."""
         return tuple(
             f"worker {worker} cannot be kept alive: it {self._how[worker]}, {self._quick_deaths[worker]} times as soon "
             "as it had started; swaps that need it are refused until the next one, which is started after a pause"

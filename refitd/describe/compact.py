@@ -1,4 +1,4 @@
-"""Descriptions without ranks: equal for all ranks that hold the same elements, so that they are sent and read once.
+"""Descriptions without ranks: ranks that hold the same elements have equal ones, which are sent and read once.
 
     rank 0: w, split over [0, 1]    rank 2: w, split over [2, 3]    both: rows 0:4 of w [8, 4]
 

@@ -95,7 +95,7 @@ def _float8(value: float, mantissa_bits: int, smallest: int, nan: int, dtype: st
         return None if sign and nan == 0x80 else sign  # these types have no negative zero
     _, exponent = math.frexp(abs(value))
     exponent = max(exponent - 1, smallest)
-    steps = math.ldexp(abs(value), mantissa_bits - exponent)  # in units of the last place
+    steps = math.ldexp(abs(value), mantissa_bits - exponent)  # in units in the last place (ulp)
     if steps != int(steps):
         return None
     code = int(steps) + ((exponent - smallest) << mantissa_bits)

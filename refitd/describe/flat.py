@@ -13,7 +13,7 @@ def flat_tiles(tensor: str, shape: Sequence[int], start: int, stop: int, local_o
 
         [3, 4], elements 2 to 9:   row 0 columns 2:4, row 1 whole, row 2 column 0
 
-    FSDP1 and DeepSpeed ZeRO-3 cut parameters so. There are at most 2 * len(shape) - 1 boxes.
+    FSDP1 and DeepSpeed ZeRO-3 cut parameters in this way. There are at most 2 * len(shape) - 1 boxes.
 
     Args:
         tensor: canonical name.
@@ -23,14 +23,14 @@ def flat_tiles(tensor: str, shape: Sequence[int], start: int, stop: int, local_o
         local_offset: element of the local tensor at which the run begins.
 
     Raises:
-        ValueError: the run is not inside of the tensor.
+        ValueError: the run leaves the tensor.
     """
     whole = tuple(shape)
     if not 0 <= start <= stop <= prod(whole):
         raise ValueError(f"{tensor}: elements {start}..{stop} are not all of a tensor of shape {list(whole)}")
     tiles: list[Tile] = []
     while start < stop:
-        # the largest box that begins here: whole inner dimensions, as many of the outer one as there are
+        # the largest box that begins here: whole inner dimensions, as many rows of the outer one as remain in the run
         dim, inner = len(whole), 1
         while dim and start % (inner * whole[dim - 1]) == 0 and inner * whole[dim - 1] <= stop - start:
             dim -= 1

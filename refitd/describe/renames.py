@@ -124,7 +124,7 @@ class _Rules:
             raise PlanError(problems)
 
     def find(self, name: str, subject: str) -> tuple[str | Fused | Padded, dict[str, str]]:
-        """Return the rule for a name, and what its placeholders stand for; `subject` is for the error."""
+        """Return the rule for a name, and the values of its placeholders; `subject` is for the error."""
         index = detect_expert_index(name)
         for spelled in (name, *(() if index is None else (with_expert_index(name, index),))):
             for pattern, rule in self._rules:
@@ -206,7 +206,7 @@ def _renamed(meta: ParameterMetadata, rules: _Rules, is_target: bool) -> Paramet
 
 
 def _by_tensor(meta: ParameterMetadata) -> dict[str, list[Tile]]:
-    """Return a description's tiles by the tensor they are of; an empty shard's tensor has none."""
+    """Group a description's tiles by their canonical tensor; the tensor of an empty shard has none."""
     found: dict[str, list[Tile]] = {}
     for tile in tiles_of(meta):
         found.setdefault(tile.tensor, []).append(tile)
@@ -225,7 +225,7 @@ def _single_name(alias: str, rules: _Rules, subject: str) -> str:
 
 
 def _with_shares(meta: ParameterMetadata, rule: Fused) -> ParameterMetadata:
-    """Return the description of rows that ranks split with the share of every part that each holds."""
+    """Return the description of rows of which each rank holds its share of every part."""
     if rule.groups is not None or len(rule.parts) == 1 or not is_sharded(meta) or meta.partition_dim:
         return meta
     ways, rows = len(meta.tensor_parallel_group_ranks or ()), [part.rows for part in rule.parts]
@@ -237,7 +237,7 @@ def _with_shares(meta: ParameterMetadata, rule: Fused) -> ParameterMetadata:
 
 
 def _shape_problem(rule: Fused | Padded, name: str, held: Sequence[Tile], shape: tuple[int, ...] | None) -> str:
-    """Return how a tensor of this whole shape, of which these tiles are held, differs from its rule, or ""."""
+    """Return how a tensor differs from its rule, given its whole shape and the held tiles; "" if it does not."""
     dims = {len(tile.size) for tile in held} | ({len(shape)} if shape is not None else set())
     if 0 in dims:
         return "it has no rows, and names say that it is fused or padded"
@@ -257,7 +257,7 @@ def _shape_problem(rule: Fused | Padded, name: str, held: Sequence[Tile], shape:
 
 
 def _stack_problem(rule: Fused | Padded, marks: Mapping[str, str]) -> str:
-    """Return that an expert is not among those of a stacked tensor, or ""."""
+    """Return an error text if a stacked tensor does not contain this expert; else ""."""
     for part in rule.parts if isinstance(rule, Fused) else ():
         if part.stack and int(marks["expert"]) >= part.stack:
             return f"it is expert {marks['expert']}, and names say that {part.tensor} has {part.stack} (from 0)"
@@ -272,7 +272,7 @@ def _canonical_shape(part: Part, rule: Fused, trailing: Sequence[int]) -> tuple[
 
 
 def _rows_of(tile: Tile) -> list[tuple[int, int]]:
-    """Return (first row, local offset) of a tile's boxes; repeats along other dimensions count as one."""
+    """Return (first row, local offset) of each box of a tile; repeats along other dimensions count as one box."""
     r = tile.repeat
     if r is None or r.dim:
         return [(tile.offset[0], tile.local_offset)]

@@ -114,7 +114,7 @@ def _parts(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:
 
 
 def said_of(exc: Exception, rank: int) -> tuple[str, ...]:
-    """Return the error texts that other ranks get for a failure on this rank."""
+    """Return the error texts that other ranks raise for a failure on this rank."""
     match exc:
         case PlanError():
             return exc.violations

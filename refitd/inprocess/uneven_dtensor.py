@@ -1,13 +1,13 @@
 """DTensors whose shards differ in size in ways that placements do not tell (Megatron-FSDP, split tensors).
 
-Where a shard lies is found from the shards' sizes, which the ranks tell each other, one mesh dimension after the
-other. The mesh dimensions that cut one tensor dimension are ordered from the outermost cut to the innermost:
+The ranks exchange their shards' sizes, one mesh dimension after the other, and compute from them where each shard
+lies. The mesh dimensions that cut one tensor dimension are ordered from the outermost cut to the innermost:
 
     [Shard(0), Shard(0)] on a 2 x 2 mesh, 10 rows:   mesh dim 0 cuts first
         rank (0,0) rows 0:4   rank (0,1) rows 4:5   rank (1,0) rows 5:5   rank (1,1) rows 5:10
     [_StridedShard(0, split_factor=2), Shard(0)]:    mesh dim 1 cuts first (FSDP over TP)
 
-The chunk that results is kept on the local tensor, where torch.distributed.checkpoint and refitd's planner look
+The resulting chunk is stored on the local tensor, where torch.distributed.checkpoint and refitd's planner look
 for it. Functions that talk to other ranks are collective over the DTensor's mesh and end at a deadline.
 """
 
@@ -51,7 +51,7 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor, *, timeout: float = DEFA
     problems = []
     for dim, cuts in enumerate(_cuts(dtensor)):
         size = local.shape[dim]
-        for mesh_dim in reversed(cuts):  # what the inner cuts make up is what the next one outside deals
+        for mesh_dim in reversed(cuts):  # the union of the inner chunks is one chunk of the next outer cut
             sizes = _along(dtensor, mesh_dim, torch.tensor([size]), deadline).reshape(-1).tolist()
             offset[dim] += sum(sizes[: _coordinate(dtensor)[mesh_dim]])
             size = sum(sizes)
@@ -63,7 +63,7 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor, *, timeout: float = DEFA
 
 
 def update_uneven_dtensor_chunk_metadata(dtensor: DTensor, *, timeout: float = DEFAULT_TIMEOUT_S) -> None:
-    """Find out where this rank's shard lies and keep it on the local tensor, in place. Collective over the mesh.
+    """Compute where this rank's shard lies and store that on the local tensor, in place. Collective over the mesh.
 
     torch.distributed.checkpoint then saves and loads the DTensor by it. Errors are those of
     `gather_and_compute_chunk_metadata`.
@@ -275,15 +275,15 @@ def _cuts(dtensor: DTensor) -> list[list[int]]:
 
 
 def _assembled(dtensor: DTensor, deadline: Deadline) -> torch.Tensor:
-    """Put the chunks together along one cut after the other, the innermost first."""
-    gather_and_compute_chunk_metadata(dtensor, timeout=deadline.left().total_seconds())  # sizes add up, or it raises
+    """Merge the chunks along each cut, the innermost first."""
+    gather_and_compute_chunk_metadata(dtensor, timeout=deadline.left().total_seconds())  # raises if sizes do not add up
     full = local_shard(dtensor).detach()
     for dim, cuts in enumerate(_cuts(dtensor)):
         for mesh_dim in reversed(cuts):
             shapes = _along(dtensor, mesh_dim, torch.tensor([full.shape]), deadline).reshape(-1, dtensor.dim())
             others = [d for d in range(dtensor.dim()) if d != dim]
             sizes = shapes[:, dim].tolist()
-            # an empty shard may have lost its other sizes
+            # an empty shard may have size 0 in other dimensions, too
             solid = shapes[shapes[:, dim] > 0][:, others]
             if len(solid) and not bool((solid == solid[:1]).all()):
                 raise UnevenLayoutError(
@@ -308,14 +308,14 @@ def _assembled(dtensor: DTensor, deadline: Deadline) -> torch.Tensor:
 
 
 def _along(dtensor: DTensor, mesh_dim: int, tensor: torch.Tensor, deadline: Deadline) -> torch.Tensor:
-    """Return everyone's tensor along a mesh dimension, stacked: [n, *shape], on the device that it came from."""
+    """Gather every rank's tensor along a mesh dimension, stacked: [n, *shape], on the input's device."""
     peers = Peers(dtensor.device_mesh.get_group(mesh_dim))
     found = peers.all_gather_tensor(tensor.to(peers.device), deadline, f"gathering along mesh dim {mesh_dim}")
     return found.to(tensor.device)
 
 
 def _from_all(dtensor: DTensor, problems: list[str], deadline: Deadline) -> list[str]:
-    """Return what some rank of the mesh has found, the same on all ranks."""
+    """Return the first problem that any rank of the mesh has found, the same on all ranks; [] if there is none."""
     said = problems[0] if problems else ""
     for mesh_dim in range(dtensor.device_mesh.ndim):
         peers = Peers(dtensor.device_mesh.get_group(mesh_dim))
@@ -331,7 +331,7 @@ def _coordinate(dtensor: DTensor) -> list[int]:
 
 
 def _chunk(dtensor: DTensor, deadline: Deadline) -> ChunkStorageMetadata:
-    """Return the chunk that the DTensor carries, else the one its sizes tell (then collective)."""
+    """Return the chunk stored on the DTensor, else compute it from the shards' sizes (collective)."""
     local: Any = local_shard(dtensor)
     if hasattr(local, "__create_chunk_list__"):
         chunk: ChunkStorageMetadata = local.__create_chunk_list__()[0]
@@ -340,11 +340,11 @@ def _chunk(dtensor: DTensor, deadline: Deadline) -> ChunkStorageMetadata:
 
 
 def _keep_chunk(dtensor: DTensor, chunk: ChunkStorageMetadata) -> None:
-    """Put the chunk, and what torch.distributed.checkpoint calls to write it, on the local tensor."""
+    """Store the chunk, and the hooks that torch.distributed.checkpoint calls to write it, on the local tensor."""
     local: Any = local_shard(dtensor)
 
     def write_items(fqn: str, tensor: DTensor) -> list[WriteItem]:
-        if not prod(chunk.sizes):  # it would begin where the next shard does, and be taken for it
+        if not prod(chunk.sizes):  # it would begin at the next shard's offset, and be mistaken for that shard
             return []
         return [
             WriteItem(
@@ -365,10 +365,10 @@ def _keep_chunk(dtensor: DTensor, chunk: ChunkStorageMetadata) -> None:
 def _dtensor(
     local: torch.Tensor, like: DTensor, placements: Sequence[Shard | Replicate | Any], shape: tuple[int, ...]
 ) -> DTensor:
-    """Return a DTensor on the mesh of `like`, whatever device the local tensor lies on."""
+    """Return a DTensor on the mesh of `like`; the local tensor may be on another device."""
     stride = tuple(accumulate(reversed(shape[1:]), lambda a, b: a * max(1, b), initial=1))[::-1] if shape else ()
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
-    if tuple(placements) == tuple(like.placements):  # cut in the same order, too
+    if tuple(placements) == tuple(like.placements):  # also keep the order of the cuts
         spec = replace(like._spec, tensor_meta=meta)
     else:
         spec = DTensorSpec(like.device_mesh, tuple(placements), meta)

@@ -1,4 +1,4 @@
-"""Cluster files: how fast the nodes of a cluster send, receive and copy."""
+"""Cluster files: the network and memory speeds of a cluster's nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
 class NodeSpeed(Table, frozen=True):
-    """What one node's network cards do, where they differ from the others'. GB/s, each card."""
+    """The speeds of one node's network cards, if they differ from the others'. GB/s for each card."""
 
     name: Name
     send_gb_s: Rate | None = None
@@ -38,15 +38,15 @@ class ClusterSpeeds(Table, frozen=True):
         nics_per_node: a node's cards, shared evenly by its ranks; None: one for each rank.
         rank_gb_s: a rank to and from others of its node (NVLink, or shared memory); None: no limit.
         memory_gb_s: a rank copies this fast within its own memory (reading and writing count once); None: no limit.
-        digest_gb_s: a rank packs and digests, or receives and digests, this fast what crosses between nodes; None: as
-            fast as it comes.
+        digest_gb_s: a rank packs and digests, or receives and digests, at this rate what crosses between nodes; None:
+            no limit.
         flow_gb_s: the most that one pair of ranks moves between nodes (one TCP stream); None: no such limit.
         leaf_nodes: nodes under one leaf switch; None: one switch for all.
         oversubscription: a leaf's downlinks divided by its uplinks.
-        chunk_bytes: what a relay passes on at a time.
+        chunk_bytes: the bytes that a relay passes on at a time.
         hop_s: latency from node to node.
-        control_s: messages and journal of one swap, whatever is moved.
-        commit_s: an exchange of arenas.
+        control_s: messages and journal of one swap, independent of its size.
+        commit_s: the exchange of arenas at a commit.
         nodes: nodes whose cards have other speeds.
     """
 
@@ -89,7 +89,7 @@ def load_cluster(path: str | Path) -> ClusterSpeeds:
 
 
 def cables_of(cluster: ClusterSpeeds, ranks: Iterable[str]) -> Cables:
-    """Return how fast the cables of these ranks' nodes are, all cards of a node together.
+    """Return the cable speeds of these ranks' nodes, summed over the cards of each node.
 
     Args:
         cluster: the speeds.
@@ -109,13 +109,13 @@ def cables_of(cluster: ClusterSpeeds, ranks: Iterable[str]) -> Cables:
 
 
 def unknown_nodes(cluster: ClusterSpeeds, nodes: Iterable[str]) -> list[str]:
-    """Return the nodes that a cluster speaks of and that are not among `nodes`."""
+    """Return the nodes that a cluster file names and that are not in `nodes`."""
     known = set(nodes)
     return [node.name for node in cluster.nodes if node.name not in known]
 
 
 def check_nodes(cluster: ClusterSpeeds, nodes: Iterable[str]) -> None:
-    """Raise ConfigError if a cluster speaks of a node that the layouts do not have."""
+    """Raise ConfigError if a cluster file names a node that is not in the layouts."""
     known = set(nodes)
     unknown = unknown_nodes(cluster, known)
     if unknown:

@@ -16,7 +16,7 @@ Box = tuple[int, int, int, int, Repeat | None]  # number of the tensor, first el
 
 @dataclass(frozen=True, slots=True)
 class RankCut:
-    """One kind of rank's part of a tensor, without names: local shape, tiles by number of the canonical tensor."""
+    """The part of a tensor that ranks of one kind hold: local shape, tiles by number of the canonical tensor."""
 
     shape: tuple[int, ...]
     tiles: tuple[tuple[int, tuple[int, ...], tuple[int, ...], int, Repeat | None], ...]

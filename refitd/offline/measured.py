@@ -1,4 +1,4 @@
-"""Measured cables: who sends to whom in which round, and what the rounds say about each node's cable."""
+"""Cable measurements: the pairs of each round, and each node's speed from the rounds' results."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from refitd.offline.clusters import GB, ClusterSpeeds, NodeSpeed
 
-# How many others each node is measured with, each way: what one slow peer hides another one shows.
+# The number of peers that each node is measured with, in each direction: one slow peer must not hide a fast cable.
 PARTNERS = 4
-# A node whose cable differs from the others' by less than this share counts as one of them.
+# A node whose speed differs from the usual one by less than this share counts as equal to it.
 ALIKE = 0.1
 
 Pairs = list[tuple[str, str]]
@@ -21,7 +21,7 @@ def rounds_of(nodes: Sequence[str]) -> list[Pairs]:
     Over all rounds each node sends to up to PARTNERS others, and receives from them.
     """
     ring: list[str | None] = [*sorted(set(nodes))]
-    ring += [None] * (len(ring) % 2)  # whoever meets nobody has a break
+    ring += [None] * (len(ring) % 2)  # with an odd number of nodes, one sits out each round
     found: list[Pairs] = []
     for _ in range(min(PARTNERS, len(ring) - 1)):
         half = len(ring) // 2
@@ -32,7 +32,7 @@ def rounds_of(nodes: Sequence[str]) -> list[Pairs]:
 
 
 def speeds_of(rates: Iterable[tuple[str, str, float]]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return what each node sends and receives a second: the most that it did with anybody.
+    """Return the bytes that each node sends and receives per second: its best result with any peer.
 
     Args:
         rates: (sending node, receiving node, bytes per second).
@@ -47,7 +47,7 @@ def speeds_of(rates: Iterable[tuple[str, str, float]]) -> tuple[dict[str, float]
 
 
 def cluster_of(name: str, note: str, send: Mapping[str, float], receive: Mapping[str, float]) -> ClusterSpeeds:
-    """Return the cluster of measured speeds (bytes per second): the usual one, and the nodes that differ.
+    """Return the cluster of measured speeds (bytes per second): the usual speed, and the nodes that differ.
 
     Raises:
         ValueError: nothing was measured.
@@ -66,7 +66,7 @@ def cluster_of(name: str, note: str, send: Mapping[str, float], receive: Mapping
 
 
 def _rounded(speed: float) -> float:
-    """Return GB/s with three digits, as many as a measurement is good for."""
+    """Return GB/s with three significant digits, the precision of a measurement."""
     return max(1e-6, float(f"{speed / GB:.3g}"))
 
 

@@ -16,8 +16,8 @@ from refitd.protocol.base import MAX_MESSAGE_BYTES, Message
 from refitd.protocol.codec import encode
 from refitd.protocol.keys import KEYGEN, ClientKeys, KeyPair, ServerKeys
 from refitd.protocol.local import Failure
-from refitd.protocol.socket_monitor import HandshakeFailure, Handshakes
-from refitd.protocol.zap import DOMAIN, Doorkeeper
+from refitd.protocol.socket_monitor import HandshakeFailure, SocketMonitor
+from refitd.protocol.zap import DOMAIN, ZapHandler
 
 # Messages a peer may leave unread before more are dropped (router) or refused (dealer).
 HIGH_WATER_MARK = 10_000
@@ -98,8 +98,8 @@ def framed(request: int, message: Message) -> bytes:
 class Router:
     """The listening end: many peers, each identified by its ZeroMQ identity.
 
-    With keys, only peers that have an allowed key and know this end's key are heard. The loop must poll `doors` and
-    then call `turned_away`. One such end per context.
+    With keys, only peers that have an allowed key and know this end's key are heard. The loop polls `control_sockets`,
+    then calls `turned_away`. One such end per context.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class Router:
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.SNDTIMEO, 0)
         self._keys = keys
-        self._doorkeeper = Doorkeeper(context, keys.allowed) if keys is not None else None
-        self._handshakes = Handshakes(self.socket) if endpoint.startswith("tcp://") else None
+        self._zap = ZapHandler(context, keys.allowed) if keys is not None else None
+        self._monitor = SocketMonitor(self.socket) if endpoint.startswith("tcp://") else None
         if keys is not None:
             _use_key(self.socket, keys.own)
             self.socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -151,8 +151,8 @@ class Router:
 
     def admit(self, allowed: Collection[str]) -> None:
         """Admit these keys from now on. Connections that were admitted before stay: the caller must check their key."""
-        if self._doorkeeper is not None:
-            self._doorkeeper.admit(allowed)
+        if self._zap is not None:
+            self._zap.admit(allowed)
 
     def receive(self, limit: Callable[[Received], int] | None = None) -> Received | None:
         """Return the next message, None if none waits.
@@ -190,19 +190,19 @@ class Router:
         return True
 
     @property
-    def doors(self) -> list[zmq.Socket[bytes]]:
+    def control_sockets(self) -> list[zmq.Socket[bytes]]:
         """The sockets to poll besides `socket`."""
-        return [end.socket for end in (self._doorkeeper, self._handshakes) if end is not None]
+        return [end.socket for end in (self._zap, self._monitor) if end is not None]
 
     def turned_away(self) -> Iterator[dict[str, str]]:
         """Answer pending ZAP requests; yield log fields for each refused peer."""
-        if self._doorkeeper is not None:
-            for peer in self._doorkeeper.answer():
+        if self._zap is not None:
+            for peer in self._zap.answer():
                 reason = (
                     "its key is not in security.allowed; if this is a daemon of yours, add it and run `refitctl reload`"
                 )
                 yield {"key": peer.key, "address": peer.address, "reason": reason}
-        while self._handshakes is not None and (failed := self._handshakes.receive()) is not None:
+        while self._monitor is not None and (failed := self._monitor.receive()) is not None:
             if failed is HandshakeFailure.OTHER_MECHANISM and self._keys is not None:
                 yield {"reason": "a peer uses no keys; a daemon needs security.key and security.server_key"}
             elif failed is HandshakeFailure.OTHER_MECHANISM:
@@ -211,11 +211,11 @@ class Router:
                 yield {"reason": f"{failed.value}; a daemon's security.server_key must be {self._keys.own.public}"}
 
     def _close_sockets(self) -> None:
-        if self._handshakes is not None:
-            self._handshakes.close()
+        if self._monitor is not None:
+            self._monitor.close()
         self.socket.close()
-        if self._doorkeeper is not None:
-            self._doorkeeper.close()
+        if self._zap is not None:
+            self._zap.close()
 
     def close(self, *, sending_s: float = 0.0) -> None:
         """Close the sockets and remove the socket file, which ZeroMQ leaves behind; what waits is sent for so long."""
@@ -229,8 +229,8 @@ class Router:
 class Dealer:
     """The connecting end: one peer, to which ZeroMQ reconnects without limit.
 
-    ZeroMQ gives up on a peer that refuses a handshake. Over TCP the loop must poll `doors` and then call `failure`, and
-    call `retry` from time to time.
+    ZeroMQ gives up on a peer that refuses a handshake. Over TCP the loop polls `control_sockets`, then calls
+    `failure`, and from time to time `retry`.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class Dealer:
         self.socket.setsockopt(zmq.IMMEDIATE, not queues)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
-        self._handshakes = Handshakes(self.socket) if endpoint.startswith("tcp://") else None
+        self._monitor = SocketMonitor(self.socket) if endpoint.startswith("tcp://") else None
         if keys is not None:
             _use_key(self.socket, keys.own)
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server.encode())
@@ -267,14 +267,14 @@ class Dealer:
             raise ConfigError(f"{endpoint}: cannot connect to it: {exc.strerror}; tcp://HOST:PORT is expected") from exc
 
     @property
-    def doors(self) -> list[zmq.Socket[bytes]]:
+    def control_sockets(self) -> list[zmq.Socket[bytes]]:
         """The sockets to poll besides `socket`."""
-        return [self._handshakes.socket] if self._handshakes is not None else []
+        return [self._monitor.socket] if self._monitor is not None else []
 
     def failure(self) -> str | None:
         """Return why a handshake failed since the last call, with advice; None if none failed."""
         said = None
-        while self._handshakes is not None and (failed := self._handshakes.receive()) is not None:
+        while self._monitor is not None and (failed := self._monitor.receive()) is not None:
             self._is_refused = self._is_refused or failed is not HandshakeFailure.ENDED
             said = f"{self.endpoint}: {failed.value}; {self._advice(failed)}"
         return said
@@ -322,8 +322,8 @@ class Dealer:
 
     def close(self, *, sending_s: float = 0.0) -> None:
         """Close the sockets; what waits is sent for so long."""
-        if self._handshakes is not None:
-            self._handshakes.close()
+        if self._monitor is not None:
+            self._monitor.close()
         if not self.socket.closed:
             self.socket.setsockopt(zmq.LINGER, int(1000 * sending_s))
         self.socket.close()

@@ -7,45 +7,14 @@ from typing import Literal
 import msgspec
 
 from refitd.protocol.base import Count, Events, Label, Message, Name, Seconds, Secret, Small, Step, Text, Value
-from refitd.protocol.cable_reports import CablesMeasured
 from refitd.protocol.control import AddController, Control, Controlled, RemoveController
-from refitd.protocol.local import (
-    AbortSwap,
-    Done,
-    DrainNode,
-    Evict,
-    Failure,
-    Forget,
-    GetDescription,
-    GetHistory,
-    GetPlan,
-    GetStatus,
-    MeasureCables,
-    Reload,
-    ResumeNode,
-    StartSwap,
-    StartSwaps,
-    Verify,
-)
+from refitd.protocol.local import Done, Failure, ForwardedReply, ForwardedRequest
 from refitd.protocol.reports import (
     Crossing,
     Difference,
-    DrainReport,
-    EvictReport,
-    ForgetReport,
-    HistoryReport,
-    ModelDescription,
     NodeStatus,
-    PlanReport,
-    ReloadReport,
-    ResumeReport,
-    StatusReport,
-    SwapProgress,
-    SwapReport,
-    SwapReports,
-    VerifyReport,
 )
-from refitd.protocol.traces import CollectTrace, GetTrace, Moment, NodeTrace, TraceReport
+from refitd.protocol.traces import CollectTrace, Moment, NodeTrace
 from refitd.states import ProofState, TransferMode
 
 # The code of the Failure that is a coordinator's last word: it was told to end, and another one may lead at once.
@@ -634,21 +603,7 @@ NodeMessage = (
     | AddController
     | RemoveController
     | Controlled
-    | StartSwap
-    | StartSwaps
-    | AbortSwap
-    | Evict
-    | Forget
-    | Reload
-    | MeasureCables
-    | DrainNode
-    | ResumeNode
-    | Verify
-    | GetStatus
-    | GetPlan
-    | GetHistory
-    | GetDescription
-    | GetTrace
+    | ForwardedRequest
     | NodeTrace
 )
 
@@ -679,19 +634,5 @@ CoordinatorMessage = (
     | CollectTrace
     | EvictMember
     | ForgetRetained
-    | EvictReport
-    | ForgetReport
-    | ReloadReport
-    | CablesMeasured
-    | DrainReport
-    | ResumeReport
-    | SwapProgress
-    | SwapReport
-    | SwapReports
-    | VerifyReport
-    | StatusReport
-    | PlanReport
-    | HistoryReport
-    | ModelDescription
-    | TraceReport
+    | ForwardedReply
 )

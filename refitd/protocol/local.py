@@ -563,6 +563,43 @@ class LeaseEnded(Message, frozen=True):
     reason: Text = ""
 
 
+# Requests about the whole cluster, which a daemon forwards to the coordinator, and the coordinator's replies.
+ForwardedRequest = (
+    StartSwap
+    | StartSwaps
+    | AbortSwap
+    | Evict
+    | Forget
+    | Reload
+    | MeasureCables
+    | DrainNode
+    | ResumeNode
+    | Verify
+    | GetStatus
+    | GetPlan
+    | GetHistory
+    | GetDescription
+    | GetTrace
+)
+
+ForwardedReply = (
+    EvictReport
+    | ForgetReport
+    | ReloadReport
+    | CablesMeasured
+    | DrainReport
+    | ResumeReport
+    | SwapProgress
+    | SwapReport
+    | SwapReports
+    | VerifyReport
+    | StatusReport
+    | PlanReport
+    | HistoryReport
+    | ModelDescription
+    | TraceReport
+)
+
 ClientRequest = (
     Hello
     | CreateArena
@@ -587,21 +624,7 @@ ClientRequest = (
     | Controlled
     | LiveDigests
     | LiveCompared
-    | StartSwap
-    | StartSwaps
-    | AbortSwap
-    | Evict
-    | Forget
-    | Reload
-    | MeasureCables
-    | DrainNode
-    | ResumeNode
-    | Verify
-    | GetStatus
-    | GetPlan
-    | GetHistory
-    | GetDescription
-    | GetTrace
+    | ForwardedRequest
 )
 
 # A member's messages about its commits. On the descriptor socket, since the daemon reads its end only after them.
@@ -629,19 +652,5 @@ ClientReply = (
     | CompareLive
     | LeaseEnded
     | Evicted
-    | EvictReport
-    | ForgetReport
-    | ReloadReport
-    | CablesMeasured
-    | DrainReport
-    | ResumeReport
-    | SwapProgress
-    | SwapReport
-    | SwapReports
-    | VerifyReport
-    | StatusReport
-    | PlanReport
-    | HistoryReport
-    | ModelDescription
-    | TraceReport
+    | ForwardedReply
 )

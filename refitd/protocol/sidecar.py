@@ -88,8 +88,8 @@ class HeldBase(Value, frozen=True):
     version: Name
 
 
-class MeasureCable(Message, frozen=True):
-    """Send to, or receive from, the worker at position `peer` of an epoch for so long. Reply: CableMeasured."""
+class TimeCable(Message, frozen=True):
+    """Send to, or receive from, the worker at position `peer` of an epoch for so long. Reply: CableTimed."""
 
     run: Count
     epoch: Name
@@ -215,8 +215,8 @@ class RunDone(Message, frozen=True):
     changed_bytes: Count = 0  # of these, what had changed
 
 
-class CableMeasured(Message, frozen=True):
-    """What a MeasureCable has received here between two times of this host's monotonic clock, or why it failed."""
+class CableTimed(Message, frozen=True):
+    """The bytes received for a TimeCable, between two times of this host's monotonic clock, or why it failed."""
 
     run: Count
     bytes: Count = 0
@@ -307,7 +307,7 @@ ToWorker = (
     | JoinEpoch
     | LaneValue
     | LeaveEpoch
-    | MeasureCable
+    | TimeCable
     | WarmUp
 )
 FromWorker = (
@@ -316,7 +316,7 @@ FromWorker = (
     | BasesDropped
     | BaseWrong
     | RunDone
-    | CableMeasured
+    | CableTimed
     | RunFailed
     | DigestsTaken
     | SpansCompared

@@ -26,7 +26,7 @@ _EVENTS: dict[int, HandshakeFailure] = {
 }
 
 
-class Handshakes:
+class SocketMonitor:
     """Reports one socket's failures to the loop that polls `socket`. Create it before that socket binds or connects."""
 
     def __init__(self, watched: zmq.Socket[bytes]) -> None:

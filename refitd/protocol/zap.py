@@ -19,22 +19,22 @@ _VERSION = b"1.0"
 
 
 @dataclass(frozen=True, slots=True)
-class TurnedAway:
+class RefusedPeer:
     """A peer whose key is not on the list."""
 
     key: str
     address: str
 
 
-def _described(frames: list[bytes]) -> TurnedAway:
+def _described(frames: list[bytes]) -> RefusedPeer:
     match frames:
         case [_, _, _, address, _, _, key] if len(key) == 32:
             # our sockets are IPv6, so IPv4 peers have mapped addresses
-            return TurnedAway(z85.encode(key).decode(), address.decode("ascii", "replace").removeprefix("::ffff:"))
-    return TurnedAway("", "")
+            return RefusedPeer(z85.encode(key).decode(), address.decode("ascii", "replace").removeprefix("::ffff:"))
+    return RefusedPeer("", "")
 
 
-class Doorkeeper:
+class ZapHandler:
     """Answers ZeroMQ's admission requests, called by the loop that polls `socket`."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: Collection[str]) -> None:
@@ -47,9 +47,9 @@ class Doorkeeper:
         """Admit these keys, and no others, from now on."""
         self._allowed = {z85.decode(public): public for public in allowed}
 
-    def answer(self) -> list[TurnedAway]:
+    def answer(self) -> list[RefusedPeer]:
         """Answer all pending requests; return the refused peers."""
-        refused: list[TurnedAway] = []
+        refused: list[RefusedPeer] = []
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)

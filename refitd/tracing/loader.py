@@ -20,7 +20,7 @@ from refitd.text import nearest
 from refitd.tracing.memory import Origin, Written
 from refitd.tracing.tracer import Shape, Tracer
 
-# Units of one tensor that are looked at where its writes overlap, four bytes each.
+# Limit on the units of one tensor that are tracked where its writes overlap, four bytes each.
 MAX_PAINTED = 1 << 28
 
 
@@ -89,14 +89,14 @@ def trace_loader(
 
 
 def _at(name: str, shapes: Mapping[str, tuple[Shape, torch.dtype]]) -> str:
-    """Return what a loader was given last: many refuse a wrong shape by an assertion without a word."""
+    """Return the loader's last input, for the error: many loaders refuse a wrong shape by an assertion without text."""
     if not name:
         return ""
     shape, dtype = shapes[name]
     return f" at {name!r}, which is offered as {list(shape)} of {dtype_name(dtype)}"
 
 
-# --- from what was written to a description ---------------------------------------------------------------
+# --- from writes to a description -------------------------------------------------------------------------
 
 
 def _result(tracer: Tracer, owner_rank: int | None) -> LoaderTrace:
@@ -113,7 +113,7 @@ def _result(tracer: Tracer, owner_rank: int | None) -> LoaderTrace:
 
 
 def _described(written: Written, owner_rank: int | None) -> ParameterMetadata | None:
-    """Return the description of one of the engine's tensors, None where nothing of a canonical one is left in it.
+    """Return the description of one of the engine's tensors; None if it holds no element of a canonical tensor.
 
     Raises:
         PlanError: parts of it are not written, or are made of canonical tensors of several dtypes.
@@ -152,7 +152,7 @@ def _described(written: Written, owner_rank: int | None) -> ParameterMetadata | 
 
 
 def _local(walk: Walk, tensor: torch.Tensor, name: str) -> Walk:
-    """Return a walk over a tensor's memory as one over its elements, row-major in its own shape."""
+    """Convert a walk over a tensor's memory to a walk over its elements, row-major in its own shape."""
     if tensor.is_contiguous():
         return replace(walk, a=walk.a - int(tensor.storage_offset()))
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
@@ -177,7 +177,7 @@ def _local(walk: Walk, tensor: torch.Tensor, name: str) -> Walk:
 def _visible(
     writes: list[tuple[Walk, Origin | float]], numel: int, name: str
 ) -> tuple[list[tuple[Walk, Origin]], float | None]:
-    """Return what is left of a tensor's writes, the later over the earlier, and what the rest is filled with.
+    """Return the writes that are visible in the end, and the fill of the remaining elements.
 
     Raises:
         PlanError: a write leaves the tensor; elements are not written, are filled with several values, or a write is
@@ -225,7 +225,7 @@ def _visible(
 
 
 def _unit(walks: list[Walk], numel: int) -> int:
-    """Return how many neighbouring elements are always written together."""
+    """Return the number of adjacent elements that all writes cover together."""
     unit = numel
     for walk in walks:
         run = next((axis.count for axis in walk.axes if axis.a == 1), 1)
@@ -262,7 +262,7 @@ def _cut(laid: Laid, origin: Origin) -> Iterator[Tile]:
 
 
 def _combinations(laid: Laid, indices: list[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield (elements further locally, canonical offset) for every combination of the given axes."""
+    """Yield (local offset, canonical offset) for every combination of indices of the given axes."""
     found = [(0, laid.start)]
     for index in indices:
         axis, dim, step = laid.walk.axes[index], laid.dims[index], laid.steps[index]
@@ -274,7 +274,7 @@ def _combinations(laid: Laid, indices: list[int]) -> Iterator[tuple[int, tuple[i
     yield from found
 
 
-# --- before it is trusted ---------------------------------------------------------------------------------
+# --- check against a loaded engine ------------------------------------------------------------------------
 
 
 def check_layout(

@@ -1,4 +1,4 @@
-"""What a tracer knows of memory: which canonical elements lie where, as strided walks."""
+"""The tracer's model of memory: where canonical elements lie, as strided walks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class OriginBox:
-    """A box of a memory whose elements come from a canonical one: `offset` there, and strides per dimension."""
+    """A box of a storage whose elements come from a canonical tensor, at `offset` and with a stride per dimension."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -34,10 +34,10 @@ class OriginBox:
 class TracedStorage:
     """One storage as a row-major tensor of `shape`, and where its elements come from."""
 
-    keep: torch.Tensor  # so that its storage's address is nobody else's
+    keep: torch.Tensor  # keeps the storage alive, so that its address stays unique
     shape: tuple[int, ...]
     boxes: list[OriginBox] = field(default_factory=list)
-    fill: float | None = None  # of what lies in no box
+    fill: float | None = None  # of the elements outside all boxes
     through: frozenset[torch.dtype] = frozenset()  # dtypes that its elements were rounded to
     tainted: frozenset[str] = frozenset()  # computed from these
     is_tainted: bool = False
@@ -45,7 +45,7 @@ class TracedStorage:
 
 @dataclass(slots=True)
 class Written:
-    """What has been written to one of the engine's tensors so far."""
+    """The writes to one of the engine's tensors so far."""
 
     name: str
     tensor: torch.Tensor
@@ -60,7 +60,7 @@ def view_of(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
 
 
 def grid_of(tensor: torch.Tensor, count: int) -> tuple[int, ...]:
-    """Return the shape of the memory that a view is a part of, as far as the view shows it."""
+    """Return the shape of the memory around a view, as far as the view's strides tell."""
     if not tensor.dim():
         return (count,)
     strides, sizes = list(tensor.stride()), list(tensor.shape)
@@ -73,7 +73,7 @@ def grid_of(tensor: torch.Tensor, count: int) -> tuple[int, ...]:
 
 
 def walk_through(piece: Laid, box: OriginBox) -> Walk:
-    """Return a walk whose side b lies in a box as one whose side b lies in the box' origin."""
+    """Move side b of a walk from a box to the box's origin."""
     b = box.offset + sum((c - s) * t for c, s, t in zip(piece.start, box.start, box.strides, strict=True))
     axes = tuple(
         Axis(axis.count, axis.a, step * box.strides[dim] if dim >= 0 else 0)
@@ -83,19 +83,19 @@ def walk_through(piece: Laid, box: OriginBox) -> Walk:
 
 
 def constant_walk(target: torch.Tensor, offset: int) -> Walk:
-    """Return the walk that writes one element everywhere in a view."""
+    """Return the walk that writes one element to every place of a view."""
     shape = tuple(target.shape)
     return walk_between(shape, view_of(target), (offset, (0,) * len(shape)))
 
 
 def reach_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first element of its storage that a tensor shows, and the one after the last."""
+    """Return the range of storage elements that a tensor spans: the first, and the one after the last."""
     low = view_of(tensor)[0]
     return low, low + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
 
 
 def meets(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one storage may show the same elements."""
+    """Whether two tensors of one storage may share elements."""
     if not one.numel() or not other.numel():
         return False
     (a, b), (c, d) = reach_of(one), reach_of(other)

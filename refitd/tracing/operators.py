@@ -1,4 +1,4 @@
-"""What the tracer knows of torch's operators."""
+"""The torch operators that the tracer can follow."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAZY = frozenset({aten._conj, aten._neg_view, aten.view_as_real, aten.view_as_co
 
 
 def without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator without values: everything it takes is on the meta device."""
+    """Run an operator on the meta device, without values."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.device.type != "meta":
@@ -43,7 +43,7 @@ def without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def is_lossless(held: torch.dtype, made: torch.dtype) -> bool:
-    """Whether every value of one dtype is one of the other."""
+    """Whether a dtype can represent every value of another."""
     if held.is_floating_point != made.is_floating_point or held.is_complex != made.is_complex:
         return False
     return held == made or (made.itemsize > held.itemsize and torch.promote_types(held, made) == made)

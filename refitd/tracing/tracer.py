@@ -1,4 +1,4 @@
-"""Follows a loader: moves of elements between tensors without values are recorded, all else taints what it makes."""
+"""Follow a loader: record every move of elements between tensors without values; taint the results of all else."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 class Tracer(TorchDispatchMode):
-    """Stands between a loader and torch: moves of elements are recorded, views are made, everything else taints."""
+    """Intercepts a loader's torch calls: records moves of elements, makes views, and taints all other results."""
 
     def __init__(self, params: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[Shape, torch.dtype]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class Tracer(TorchDispatchMode):
         self.last = ""
 
     def put_back(self, params: Mapping[str, torch.Tensor]) -> list[str]:
-        """Give tensors that a loader has given other memory their own again; return their names."""
+        """Restore the memory of tensors that a loader has rebound (`p.data = ...`); return their names."""
         found = []
         for written in itertools.chain.from_iterable(self.written.values()):
             tensor = params[written.name]
@@ -93,7 +93,7 @@ class Tracer(TorchDispatchMode):
             return self._write(func, target, args, kwargs)
         if not any(self._is_ours(t) for t in tensors):
             return func(*args, **kwargs)
-        if target is not None:  # memory of the loader's own, which takes part from now on
+        if target is not None:  # a tensor of the loader's own; follow it from now on
             self._adopt(target)
             return self._write(func, target, args, kwargs)
         packet = func.overloadpacket
@@ -102,7 +102,7 @@ class Tracer(TorchDispatchMode):
         if func.is_view or packet is aten._unsafe_view:
             made = func(*args, **kwargs)
             if packet in LAZY or any(view.dtype != tensors[0].dtype for view in tensors_in(made)):
-                self._compute(tensors[0], self._names(tensors[0]))  # other values, or elements of another size
+                self._compute(tensors[0], self._names(tensors[0]))  # the values, or the size of elements, change
             return made
         made = without_values(func, args, kwargs)
         if isinstance(made, torch.Tensor) and not (made.is_contiguous() and made.storage_offset() == 0):
@@ -115,7 +115,7 @@ class Tracer(TorchDispatchMode):
         return key in self.written or key in self._memories
 
     def _adopt(self, tensor: torch.Tensor) -> None:
-        """Follow a tensor that the loader has made itself, as zeros or empty, and now writes to."""
+        """Follow a tensor that the loader has created (zeros or empty) and now writes to."""
         key = _key(tensor)
         nbytes = tensor.untyped_storage().nbytes()
         count = nbytes // tensor.element_size()
@@ -130,7 +130,7 @@ class Tracer(TorchDispatchMode):
     def _follow(
         self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any, tensors: list[torch.Tensor]
     ) -> None:
-        """Note where the elements of a new tensor come from."""
+        """Record where the elements of a new tensor come from."""
         if isinstance(made, torch.Tensor):
             memory = TracedStorage(made, tuple(made.shape))
             try:
@@ -145,7 +145,7 @@ class Tracer(TorchDispatchMode):
             self._memories[_key(tensor)] = TracedStorage(tensor, (), tainted=sources, is_tainted=True)
 
     def _moves(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], memory: TracedStorage) -> bool:
-        """Fill in what an operator moves that only moves; return False for any other."""
+        """Record the moves of an operator that only moves elements; return False for any other operator."""
         zero = (0,) * len(memory.shape)
         if packet in SAME:
             self._put(memory, zero, args[0])
@@ -188,7 +188,7 @@ class Tracer(TorchDispatchMode):
         return True
 
     def _select(self, packet: Any, args: tuple[Any, ...], memory: TracedStorage) -> None:
-        """Rows (or any dimension's slices) picked by an index that has values."""
+        """Record an indexed selection of slices along a dimension; the index has values."""
         if packet is aten.index_select:
             dim, index = args[1] % max(1, args[0].dim()), args[2]
         else:
@@ -200,7 +200,7 @@ class Tracer(TorchDispatchMode):
             self._put(memory, start, args[0].narrow(dim, row % args[0].shape[dim], 1))
 
     def _put(self, memory: TracedStorage, start: tuple[int, ...], part: torch.Tensor) -> None:
-        """Note that a box of a new memory holds what a tensor holds."""
+        """Record that a box of new memory holds a tensor's elements."""
         if not part.numel():
             return
         source = self._memories.get(_key(part))
@@ -211,7 +211,7 @@ class Tracer(TorchDispatchMode):
         size = tuple(part.shape)
         memory.through |= source.through
         if part.dtype != memory.keep.dtype and not is_lossless(part.dtype, memory.keep.dtype):
-            memory.through |= {memory.keep.dtype}  # joined with tensors of another dtype, say
+            memory.through |= {memory.keep.dtype}  # for example, concatenated with tensors of another dtype
         whole = sum(prod(b.size) for b in source.boxes) == prod(source.shape)
         if not whole:
             memory.fill = source.fill if memory.fill is None else memory.fill
@@ -225,9 +225,9 @@ class Tracer(TorchDispatchMode):
     def _box(
         self, memory: TracedStorage, start: tuple[int, ...], size: tuple[int, ...], piece: Laid, box: OriginBox
     ) -> None:
-        """Note one piece of a tensor: its side a runs over `size`, its side b over a box of the source."""
+        """Record one piece of a tensor: side a runs over `size`, side b over a box of the source."""
         for mine in along(walk_through(piece, box).swapped(), size):
-            # each axis follows one dimension of the part; several that follow one are taken apart
+            # each axis follows one dimension of the part; split axes that share a dimension
             todo = [mine]
             while todo:
                 one = todo.pop()
@@ -245,7 +245,7 @@ class Tracer(TorchDispatchMode):
                     todo.extend(along(one.walk.cut(widest, i, i + 1), size))
 
     def _names(self, tensor: torch.Tensor) -> frozenset[str]:
-        """Return the canonical tensors that a tensor is made of; one of the engine's, of those written to it so far."""
+        """Return the canonical tensors that a tensor is made of; for an engine's tensor, by the writes so far."""
         memory = self._memories.get(_key(tensor))
         if memory is not None:
             return memory.tainted | {box.origin.name for box in memory.boxes}
@@ -272,7 +272,7 @@ class Tracer(TorchDispatchMode):
     # --- writes -------------------------------------------------------------------------------------------
 
     def _write(self, func: Any, target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note a write to one of the engine's tensors, or to memory of the loader's own that is followed."""
+        """Record a write to one of the engine's tensors, or to followed memory of the loader's own."""
         packet = func.overloadpacket
         if packet is aten.copy_:
             source = args[1]
@@ -301,7 +301,7 @@ class Tracer(TorchDispatchMode):
         return target
 
     def _overwrite(self, func: Any, writes: list[torch.Tensor], tensors: list[torch.Tensor]) -> Any:
-        """Note an operator that writes to `out=`, to a list or to several tensors: they are not followed further."""
+        """Record an operator that writes to `out=`, a list or several tensors; these are not followed any further."""
         returns = func._schema.returns
         sources = frozenset().union(*(self._names(t) for t in tensors))
         if any(returned.alias_info is None for returned in returns):
@@ -318,12 +318,12 @@ class Tracer(TorchDispatchMode):
             return
         memory = self._memories.get(_key(source))
         if memory is None and _key(source) in self.written:
-            self._compute(target, self._names(source))  # what one of the engine's own tensors holds now
+            self._compute(target, self._names(source))  # the present content of one of the engine's own tensors
             return
         if memory is None:
             self._constant_copy(target, source)
             return
-        # rounded on the way to another dtype than it ends in, which no declared cast does
+        # rounded through an intermediate dtype, which no declared cast does
         if memory.is_tainted or memory.through - {target.dtype}:
             self._compute(target, self._names(source))
             return
@@ -345,7 +345,7 @@ class Tracer(TorchDispatchMode):
         self._record(target, pieces, None)
 
     def _constant_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """The loader writes something of its own: one value everywhere, or something that nothing can follow."""
+        """Record a write of the loader's own values: one constant, or values that cannot be followed."""
         if source.device.type != "meta" and source.numel():
             first = source.reshape(-1)[0]
             if bool((source == first).all()):
@@ -365,7 +365,7 @@ class Tracer(TorchDispatchMode):
             memory.is_tainted = True
 
     def _record(self, target: torch.Tensor, pieces: list[tuple[Walk, Origin]], fill: float | None) -> None:
-        """Note what a view of a tensor holds from now on."""
+        """Record the new content of a view of a tensor."""
         view = walk_between(tuple(target.shape), view_of(target), (0, row_major(tuple(target.shape))))
         memory = self._memories.get(_key(target))
         if memory is not None:
@@ -383,7 +383,7 @@ class Tracer(TorchDispatchMode):
     def _record_in(
         self, memory: TracedStorage, view: Walk, pieces: list[tuple[Walk, Origin]], fill: float | None
     ) -> None:
-        """The same for memory of the loader's own; only boxes of it are followed, each written once."""
+        """As `_record`, for memory of the loader's own: only boxes are followed, each written once."""
         if memory.is_tainted:
             return
         try:

@@ -24,7 +24,7 @@ class _Enough(Exception):
     """The time is over."""
 
 
-def measure(service: ExchangeService, asked: sidecar.MeasureCable) -> sidecar.CableMeasured:
+def measure(service: ExchangeService, asked: sidecar.TimeCable) -> sidecar.CableTimed:
     """Send to another worker of the service's group, or receive from it.
 
     The service cannot be used afterwards: both ends stop in the middle. What is counted comes after the first message.
@@ -53,9 +53,9 @@ def measure(service: ExchangeService, asked: sidecar.MeasureCable) -> sidecar.Ca
     except RefitdError as exc:
         reason = str(exc)
     if asked.sends:
-        return sidecar.CableMeasured(asked.run)
+        return sidecar.CableTimed(asked.run)
     if len(arrived) < 3:
         reason = reason or f"less than two messages arrived within {asked.seconds:g} s"
-        return sidecar.CableMeasured(asked.run, reason=clipped(reason))
+        return sidecar.CableTimed(asked.run, reason=clipped(reason))
     (began, before), (ended, after) = arrived[1], arrived[-1]
-    return sidecar.CableMeasured(asked.run, after - before, began, ended)
+    return sidecar.CableTimed(asked.run, after - before, began, ended)

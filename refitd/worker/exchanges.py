@@ -88,13 +88,13 @@ class Exchanges:
         if service is not None:
             service.close()
 
-    def measure(self, asked: sidecar.MeasureCable) -> sidecar.CableMeasured:
+    def measure(self, asked: sidecar.TimeCable) -> sidecar.CableTimed:
         """Measure a cable of an epoch, which is of no more use then."""
         from refitd.worker.cables import measure
 
         service = self._services.get(asked.epoch)
         if service is None:
-            return sidecar.CableMeasured(asked.run, reason=f"this worker is not in epoch {asked.epoch}")
+            return sidecar.CableTimed(asked.run, reason=f"this worker is not in epoch {asked.epoch}")
         try:
             return measure(service, asked)
         finally:

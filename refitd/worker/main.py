@@ -165,7 +165,7 @@ class Worker:
             case sidecar.LeaveEpoch(epoch):
                 self._exchanges.leave(epoch)
                 self._values = {at: value for at, value in self._values.items() if at[0] != epoch}
-            case sidecar.MeasureCable():
+            case sidecar.TimeCable():
                 self._daemon.say(self._exchanges.measure(message))
             case sidecar.WarmUp(service):
                 self._exchanges.warm_up(service)

@@ -1,4 +1,4 @@
-"""Requests that their caller has given up leave nothing behind: no version, no slot, no registration, no arena."""
+"""Abandoned requests leave nothing behind: no version, no slot, no registration, no arena."""
 
 from __future__ import annotations
 

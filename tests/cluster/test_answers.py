@@ -1,4 +1,4 @@
-"""Whoever asks for a swap is answered in the time that was given, whatever becomes of the swap."""
+"""Callers of swaps are answered within their timeout, whatever the swap's outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What breaks while sources in different cuts are compared: the swap ends in its time, the next one is exact."""
+"""Faults during the comparison of differently cut sources: the swap ends in time, and the next one is exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is large is read, described and planned beside the loops of daemon and coordinator, which go on answering."""
+"""Large messages, descriptions and plans are handled on threads; the loops of daemon and coordinator keep answering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cables of different speed between real nodes: measured, written down, and gone by."""
+"""Cables of different speed between real nodes: measured, written to a file, and used in plans."""
 
 from __future__ import annotations
 

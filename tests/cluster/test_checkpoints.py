@@ -1,4 +1,4 @@
-"""Checkpoints at both ends of a live fleet: published without a trainer, saved from what is live."""
+"""Checkpoints and a live cluster: published without a trainer, saved from the live version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wheel of the commit before in one fleet with this one: as daemon, client and coordinator in turns, through swaps.
+"""A wheel of the previous commit in one cluster with this one: as daemon, client and coordinator in turns.
 
 REFITD_BEFORE names another commit, such as a release's tag.
 """

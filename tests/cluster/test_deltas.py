@@ -1,4 +1,4 @@
-"""What has changed since the version that engines hold is all that crosses between nodes, and it is proven whole."""
+"""Between nodes, only changes since the engines' version are sent, and the result is proven whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses that CUDA graphs hold: what moves fails the commit by name, and derived tensors are made anew."""
+"""Addresses captured by CUDA graphs: moved tensors fail the commit by name, and derived tensors are recomputed."""
 
 from __future__ import annotations
 

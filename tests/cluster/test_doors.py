@@ -1,4 +1,4 @@
-"""A daemon's sockets and arenas: who may come in, what is refused there, and what is handed out."""
+"""Access to a daemon's sockets and arenas: who is admitted, what is refused, and which descriptors are handed out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""refitctl and refitd as processes whose output, descriptors, umask or patience is taken away: a line and a status."""
+"""refitctl and refitd with broken output, descriptors, umask, or an early Ctrl-C: one line and an exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real engines, where scripts/try-engines has installed them: refitted with the bytes that their own loaders give."""
+"""Real engines (scripts/try-engines installs them), refitted with exactly the bytes that their own loaders give."""
 
 from __future__ import annotations
 

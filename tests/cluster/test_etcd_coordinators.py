@@ -1,4 +1,4 @@
-"""Coordinators that share a journal in a real etcd of three members, all of which are killed, frozen and cut off."""
+"""Coordinators that share a journal in a real etcd of three members; all of them are killed, frozen and cut off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mishaps of versions that go live by exchanging arenas: values are compared with what was published."""
+"""Faults of swaps that go live by exchanging arenas; tensors are compared with the published values."""
 
 from __future__ import annotations
 

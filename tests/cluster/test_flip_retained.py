@@ -1,4 +1,4 @@
-"""What a dead engine that flips has left is compared with its version's digests before another has it back."""
+"""The arena of a dead flipping engine is compared with its version's digests before a successor gets it."""
 
 from __future__ import annotations
 

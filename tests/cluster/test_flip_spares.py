@@ -1,4 +1,4 @@
-"""What the other arena holds is compared before a rollback brings it back, and once more when it has."""
+"""The other arena's version is compared with its digests before a rollback, and again after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that fork: a child holds nothing open, and is told to connect again."""
+"""Forked processes: a child keeps nothing open, and its client tells it to connect again."""
 
 from __future__ import annotations
 

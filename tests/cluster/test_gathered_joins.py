@@ -1,4 +1,4 @@
-"""Replicas of several nodes that join at once cost the cable of the one that serves about one copy."""
+"""Replicas on several nodes that join together cost the seed's cable about one copy."""
 
 from __future__ import annotations
 

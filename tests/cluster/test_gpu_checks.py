@@ -1,4 +1,4 @@
-"""What scripts/gpu-check does with daemons, behind the driver made for tests: so that it works when there is a GPU."""
+"""The daemon parts of scripts/gpu-check, run with the fake driver so that they work once there is a GPU."""
 
 from __future__ import annotations
 

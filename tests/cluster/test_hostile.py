@@ -1,4 +1,4 @@
-"""Peers that forge, flood, stall or stop half way: refused or bounded, and swaps go on beside them."""
+"""Peers that forge, flood, stall or stop half way are refused or bounded, and swaps continue meanwhile."""
 
 from __future__ import annotations
 
@@ -216,20 +216,20 @@ def test_what_one_client_may_have_under_way_is_bounded(daemon: Daemon) -> None:
 def test_a_flood_on_the_descriptor_socket_and_visitors_that_never_say_hello(daemon: Daemon) -> None:
     with fleet(daemon) as here:
         watched = Watched(daemon)
-        visitors = [RawPeer(daemon.directory, hello=False) for _ in range(100)]
-        peer = visitors.pop()
+        clients = [RawPeer(daemon.directory, hello=False) for _ in range(100)]
+        peer = clients.pop()
         # it asks and does not read: its connection is closed when its answers find no room
         peer.descriptors.settimeout(10)
         with pytest.raises((refitd.PeerLost, OSError)):
             for _ in range(100_000):
                 handoff.send(peer.descriptors, encode(1, sidecar.FetchArena(arena=1)))
-        for visitor, noise in zip(visitors, (b"x", b"\xff" * 60_000, encode(1, local.GetStatus())) * 33, strict=True):
-            visitor.descriptors.send(noise)
+        for client, noise in zip(clients, (b"x", b"\xff" * 60_000, encode(1, local.GetStatus())) * 33, strict=True):
+            client.descriptors.send(noise)
             with pytest.raises(refitd.PeerLost):
-                handoff.receive(visitor.descriptors)
+                handoff.receive(client.descriptors)
         here.swap()
-        for visitor in [*visitors, peer]:
-            visitor.close()
+        for client in [*clients, peer]:
+            client.close()
         watched.check()
 
 

@@ -1,4 +1,4 @@
-"""Whose weights a version is: trainers that start again, journals lost or exchanged, ranks that drift apart."""
+"""The identity of versions: trainers that restart, journals lost or exchanged, ranks that drift apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between hosts: who has an allowed key joins, nobody else is heard, and both ends' logs say why."""
+"""Between hosts: only allowed keys are admitted, and both ends' logs give the reason of a refusal."""
 
 from __future__ import annotations
 

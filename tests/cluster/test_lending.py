@@ -1,4 +1,4 @@
-"""Private tensors that are lent: pulled by the workers or copied once by their trainer, as was found to be better."""
+"""Lent private tensors: pulled by the workers or copied once by their trainer, as the measurement decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real limits of the kernel: what does not fit is refused with the numbers, nothing stays, smaller things work."""
+"""Real kernel limits: a request that does not fit is refused with figures, leaves nothing, and smaller ones work."""
 
 from __future__ import annotations
 

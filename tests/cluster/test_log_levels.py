@@ -1,4 +1,4 @@
-"""What is logged above info: nothing in a healthy run, and each fault with who is at fault."""
+"""Log lines above info: none in a healthy run, and one that names the culprit for each fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of very many tensors: what takes long for each of them is not done in a loop that others wait for."""
+"""Models of very many tensors: work per tensor never blocks a loop that must answer."""
 
 from __future__ import annotations
 

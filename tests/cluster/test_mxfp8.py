@@ -1,4 +1,4 @@
-"""MXFP8 through the service: whoever converts, wherever, the bytes are those of converting the whole tensor once."""
+"""MXFP8 through the service: whichever side converts, the bytes equal those of converting the whole tensor once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MXFP8 targets that exchange their arenas: what arrives is converted on its way into the one that is not live."""
+"""MXFP8 targets that exchange their arenas: arriving tensors are converted into the arena that is not live."""
 
 from __future__ import annotations
 

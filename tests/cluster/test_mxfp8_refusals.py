@@ -1,4 +1,4 @@
-"""MXFP8 that cannot be is refused by name, at registration or before anything moves."""
+"""Impossible MXFP8 conversions are refused by name, at registration or before anything moves."""
 
 from __future__ import annotations
 

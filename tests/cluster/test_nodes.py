@@ -1,4 +1,4 @@
-"""Several daemons and one coordinator: bytes cross between nodes, and what dies on the way is named."""
+"""Several daemons and one coordinator: bytes cross between nodes, and deaths on the way are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several ranks of one node need the same bytes from another node: they cross once, and everybody gets them whole."""
+"""Bytes that several ranks of a node need from another node cross once, and every rank gets them whole."""
 
 from __future__ import annotations
 

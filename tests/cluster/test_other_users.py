@@ -1,4 +1,4 @@
-"""Whose daemon it is: a client says nothing to one of a user that it did not name."""
+"""The daemon's user: a client sends nothing to the daemon of a user that it did not name."""
 
 from __future__ import annotations
 

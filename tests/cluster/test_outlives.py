@@ -1,4 +1,4 @@
-"""A daemon outlives whatever ends, stops or cannot start beside it; and there is one in a directory."""
+"""A daemon survives the end, stop or failed start of other processes; only one daemon runs per directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partial updates: what the sources offer becomes a version; what a target keeps is never written, whatever happens."""
+"""Partial updates: a version is what the sources offer; kept tensors of a target are never written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine serves a version only while somebody who knows vouches for it; what it takes over is whole and wanted."""
+"""An engine serves a version only while its permit is renewed, and commits only whole, decided versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens after the usual: going back, waiting one's turn, coming back, standing still before a decision."""
+"""Rollbacks, queued swaps, returning engines, and pauses before the decision."""
 
 from __future__ import annotations
 

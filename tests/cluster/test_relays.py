@@ -1,4 +1,4 @@
-"""Nodes that need the same pass it on from one to the next: every cable carries it once, and all get every byte."""
+"""Nodes relay bytes that several nodes need: each cable carries them once, and every node gets all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators take away from a running cluster: keys off the list, and what dead processes have left."""
+"""Removals by operators in a running cluster: keys taken off the list, leftovers of dead processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways in which source ranks come to hold the same elements: whichever it is, what differs is refused by name."""
+"""Source ranks that hold the same elements in various ways: differing values are always refused by name."""
 
 from __future__ import annotations
 

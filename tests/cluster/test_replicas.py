@@ -1,4 +1,4 @@
-"""Source ranks that say they hold the same must hold the same: no swap reads one of two truths."""
+"""Source ranks described as equal must hold equal bytes: no swap reads one of two different values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer that is gone and starts again with another number of ranks takes the place of what it has left."""
+"""A trainer that restarts with another number of ranks replaces the versions of its predecessor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas that join get the live version from those that serve it: no trainer is read, and none needs to be there."""
+"""Joining replicas get the live version from those that serve it, without a trainer."""
 
 from __future__ import annotations
 

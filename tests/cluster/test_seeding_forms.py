@@ -1,4 +1,4 @@
-"""Replicas that are given what others serve, in all that replicas differ in: experts, ties, padding, MXFP8, a part."""
+"""Seeding between replicas that differ in experts, ties, padding, MXFP8 or partial models."""
 
 from __future__ import annotations
 

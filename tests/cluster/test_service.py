@@ -1,4 +1,4 @@
-"""What a service manager is told: that a process has started, lives, ends; and how a wrong start ends."""
+"""Notifications to the service manager: start, life and end of a process; and how a failed start ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How sessions end: what was said before the end arrives, and several threads may close a client."""
+"""The end of sessions: messages sent before the end arrive, and several threads may close a client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Somebody else connects to the workers' ports while they meet: swaps succeed all the same, or the error says so."""
+"""Foreign connections to the workers' ports during a meeting: swaps succeed, or the error names the strangers."""
 
 from __future__ import annotations
 

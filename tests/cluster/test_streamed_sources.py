@@ -1,4 +1,4 @@
-"""A source that is only declared publishes what an iterator yields, exactly, or nothing."""
+"""A declared source publishes exactly what an iterator yields, or nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sleeping engine: swaps leave it out, nothing is written to or read from it, and it is caught up when it wakes."""
+"""A sleeping engine: swaps leave it out, nothing reads or writes its tensors, and it is caught up when it wakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine whose layout was learned from its loader gets what that loader would have given it."""
+"""An engine whose layout was learned from its loader gets exactly what the loader would have given it."""
 
 from __future__ import annotations
 

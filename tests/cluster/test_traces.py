@@ -1,4 +1,4 @@
-"""`refitctl trace` of a swap between two nodes: every process is in it, in the order in which things happened."""
+"""`refitctl trace` of a swap between two nodes contains every process, in chronological order."""
 
 from __future__ import annotations
 

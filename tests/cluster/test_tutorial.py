@@ -1,4 +1,4 @@
-"""The tutorial does what it says, with the programs that it prints."""
+"""The tutorial works as written, with the programs that it prints."""
 
 from __future__ import annotations
 

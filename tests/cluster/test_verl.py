@@ -1,4 +1,4 @@
-"""verl's checkpoint engine: what a trainer streams arrives in every rollout worker, or an error does.
+"""verl's checkpoint engine: a trainer's stream arrives in every rollout worker, or all raise.
 
 Where verl is installed its own base class and registry are used, else the stand-in in tests/support: each test's name
 ends in which. scripts/try-verl installs verl and Ray, runs all of this with them, and verl's own manager too.

@@ -1,4 +1,4 @@
-"""What services say of themselves is so."""
+"""Services have the capabilities that they declare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Services come and go; their processes stay as they were."""
+"""Services are created and closed repeatedly; their processes keep no trace of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever dies, stops or gives up: the others learn who, in time; nothing is written afterwards, and life goes on.
+"""Deaths, stops and aborts: the other ranks learn in time who failed, and nothing is written afterwards.
 
 In the plans of these tests everybody talks to the one that fails, so each of the others can name it.
 """

@@ -1,4 +1,4 @@
-"""What every journal promises, whatever keeps it: a sqlite file, or etcd."""
+"""The contract of journals, for a sqlite file and for etcd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a plan is, what the oracle says lies where it should, and nowhere else."""
+"""Random plans: every destination holds what the oracle says, and nothing else is written."""
 
 from __future__ import annotations
 

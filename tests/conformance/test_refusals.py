@@ -1,4 +1,4 @@
-"""What cannot be done is refused before anything is posted: on every process, nothing is written, and life goes on."""
+"""Impossible transfers are refused on every process before anything is posted or written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was sent lies where it should, and nowhere else."""
+"""Transfers write what was sent to its destination, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large engines that are killed and come back while swaps go on: what they serve is one version, whole, and wanted."""
+"""Large engines that are killed and return during swaps always serve one whole, decided version."""
 
 from __future__ import annotations
 

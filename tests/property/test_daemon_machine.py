@@ -1,4 +1,4 @@
-"""One node's daemon under any order of clients, coordinator and workers: to each their own, and nothing is kept."""
+"""A daemon under any order of clients, coordinator and workers: resources stay with their owners and are freed."""
 
 from __future__ import annotations
 

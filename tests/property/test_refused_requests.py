@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import random
+from typing import TypeVar, get_args
 
 import hypothesis.strategies as st
-from hypothesis.stateful import initialize, rule
-from msgspec import structs
+import msgspec
+from hypothesis.stateful import initialize, precondition, rule
+from msgspec import inspect, structs
 
 from refitd.coordinator import actions as coordinator_act
 from refitd.coordinator.state import CoordinatorState
@@ -15,12 +19,26 @@ from refitd.errors import ArenaError
 from refitd.protocol import cluster, local
 from refitd.protocol.reports import NodeStatus
 from refitd.protocol.shards import Place
-from tests.support.coordinator_machine import NODES, CoordinatorMachine
+from tests.fuzz.values import value_of
+from tests.support.coordinator_machine import MEMBERS, NODES, CoordinatorMachine
 from tests.support.coordinator_sims import DIGEST, Sim
 from tests.support.daemon_harness import SOURCE, TARGET, Harness
-from tests.support.daemon_machine import SESSIONS, DaemonMachine
+from tests.support.daemon_machine import SESSIONS, SWAPS, DaemonMachine
 from tests.support.machines import case_of
 from tests.support.snapshots import changes, snapshot
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+def some(kind: type[M], seed: int, **known: object) -> M | None:
+    """Return a message of `kind`, or None if its values are refused on the wire; most of its `known` fields are set."""
+    rng = random.Random(seed)
+    with contextlib.suppress(msgspec.ValidationError):
+        message = msgspec.convert(value_of(inspect.type_info(kind), rng), kind)
+        fields = {name: value for name, value in known.items() if name in kind.__struct_fields__ and rng.random() < 0.8}
+        return structs.replace(message, **fields)
+    return None
+
 
 registered = Harness().ask(TARGET)
 assert isinstance(registered, local.TargetRegistered)
@@ -28,7 +46,6 @@ SHARD_BYTES = registered.nbytes
 
 # What a request that the daemon refuses may change, and why.
 OF_DAEMON = {
-    "Daemon._now": "time passes",
     "CoordinatorLink.now": "time passes",
     "CoordinatorLink._heard": "a coordinator that refuses is alive",
     "CoordinatorLink._numbers": "it numbers requests and registrations; one that is used up is missed by nobody",
@@ -114,6 +131,25 @@ class RefusingDaemon(DaemonMachine):
         self.h.ask(local.Lend(member=name, version=version, addresses=(1,) * version, reason="z"), session)
         self.h.refuse_with = None
 
+    @rule(
+        session=st.sampled_from(SESSIONS),
+        kind=st.sampled_from(get_args(local.ClientRequest)),
+        member=st.integers(0, 9),
+        swap=st.sampled_from(SWAPS),
+        seed=st.integers(0, 2**32),
+        refuses=st.booleans(),
+    )
+    def client_asks_for_anything(
+        self, session: int, kind: type[msgspec.Struct], member: int, swap: str, seed: int, refuses: bool
+    ) -> None:
+        name = self.ids[member % len(self.ids)]
+        message = some(kind, seed, member=name, swap=swap, model="m", replica="r", rank=0, world_size=1, version=1)
+        if message is None:
+            return
+        self.h.refuse_with = local.Failure(code="refused", message="no") if refuses else None
+        self.h.ask(message, session)
+        self.h.refuse_with = None
+
     def teardown(self) -> None:
         pass  # what is kept belongs to nobody
 
@@ -124,13 +160,13 @@ TestDaemon = case_of(RefusingDaemon, examples=40, steps=30)
 # What a request that the coordinator refuses may change, and why.
 OF_COORDINATOR = {
     "Node.last_heard": "a daemon that is refused something is alive",
-    "Coordinator._numbers": "it numbers checks; one that is used up is missed by nobody",
+    "WatchedCoordinator._numbers": "it numbers checks; one that is used up is missed by nobody",
     "Planning._tickets": "likewise of plans",
     "Planning._kept": "remembers what was planned, and is asked before it is planned again",
     "Planning.reader": "likewise of descriptions",
     "Model.compared": "likewise of comparisons of sources",
     "LiveVersions.past": "the journal, which no request changes but by Decide and Remember",
-    "Coordinator._config": "never changes",
+    "WatchedCoordinator._config": "never changes",
     "Swaps._config": "never changes",
 }
 
@@ -152,6 +188,16 @@ class WatchedCoordinator(CoordinatorState):
                 assert not changes(before, snapshot(self, OF_COORDINATOR)), (event.message, one.message)
                 assert all(isinstance(other, coordinator_act.Log) for other in done if other is not one), done
         return done
+
+
+# What the machine's own daemons say when it is true, and never otherwise: its invariants are about that.
+ONLY_IF_TRUE = {
+    cluster.NodeHello,
+    cluster.AddShard,
+    cluster.RemoveShard,
+    cluster.ShardWithdrawn,
+    cluster.StageDone,
+}
 
 
 class RefusingCoordinator(CoordinatorMachine):
@@ -190,6 +236,21 @@ class RefusingCoordinator(CoordinatorMachine):
             local.GetDescription(model=other),
         )[what]
         self.say(self.sims[node], message)
+
+    @rule(
+        node=st.sampled_from(NODES),
+        kind=st.sampled_from(get_args(cluster.NodeMessage)).filter(lambda kind: kind not in ONLY_IF_TRUE),
+        member=st.sampled_from([*MEMBERS, "stranger"]),
+        number=st.integers(1, 6),
+        seed=st.integers(0, 2**32),
+    )
+    @precondition(lambda self: not self.honest)
+    def node_asks_for_anything(
+        self, node: str, kind: type[msgspec.Struct], member: str, number: int, seed: int
+    ) -> None:
+        message = some(kind, seed, member=member, model="m", node=node, swap=f"s{number}", rank=0, world_size=1)
+        if message is not None:
+            self.say(self.sims[node], message)
 
 
 TestCoordinator = case_of(RefusingCoordinator, examples=20, steps=30)

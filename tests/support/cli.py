@@ -1,4 +1,4 @@
-"""Run commands against a client made of memory, which answers with reports that are made up."""
+"""Run commands against a fake client, which answers with made-up reports."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ HISTORY = HistoryReport(
 
 @dataclass
 class FakeClient:
-    """Answers from memory and remembers what it was asked."""
+    """A fake client: returns made-up reports and records the requests."""
 
     swap_result: SwapReport | RefitdError = COMMITTED
     status_result: StatusReport | RefitdError = STATUS

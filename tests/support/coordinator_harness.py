@@ -1,4 +1,4 @@
-"""The coordinator without sockets: a fleet of made-up daemons talks to it."""
+"""The coordinator without sockets, driven by fake daemons."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_CATCH_UP = Config(models={"m": ModelConfig(catch_up=False)})
 
 
 class Past:
-    """What a journal would know that has decided these, in this order, and nothing else."""
+    """A fake journal that holds these decisions, in this order."""
 
     def __init__(self, records: dict[str, SwapRecord], journal: str = "j") -> None:
         self.records, self.id, self.recovered = records, journal, {}
@@ -60,7 +60,7 @@ class Harness:
         config: Config | None = None,
         journal: dict[str, SwapRecord] | None = None,
         *,
-        is_beside: bool = True,
+        is_standalone: bool = True,
         drained: Drained | None = None,
     ) -> None:
         self.journal = {} if journal is None else journal
@@ -79,7 +79,7 @@ class Harness:
             decided=self.journal.get,
             recent=lambda model, limit: [r for r in reversed(self.journal.values()) if model in ("", r.model)][:limit],
             past=Past(self.journal),
-            is_beside=is_beside,
+            is_standalone=is_standalone,
             new_run=lambda: f"run{next(runs)}",
             drained=dict(self.drained),
         )
@@ -124,7 +124,7 @@ class Harness:
                         self.journal[record.swap] = record
 
     def say(self, node: str, message: cluster.NodeMessage, request: int = 0) -> list[object]:
-        """A daemon says something; what it caused to be sent is returned."""
+        """Feed a daemon's message; return the messages sent in response."""
         self.sent.clear()
         self.feed(act.FromNode(node.encode(), request, message))
         return [message for _, _, message in self.sent]
@@ -155,7 +155,7 @@ class Harness:
         return self.say(node, cluster.AddShard(**added), request=3)
 
     def tick(self) -> list[object]:
-        """Time has passed; what that caused to be sent is returned."""
+        """Advance the time; return the messages sent in response."""
         self.sent.clear()
         self.feed(Tick())
         return [message for _, _, message in self.sent]
@@ -184,7 +184,7 @@ def kinds(sent: list[object]) -> list[str]:
 
 
 def commit(h: Harness, swap: str, *members: str, node: str = "n0") -> list[object]:
-    """Stage and commit on one node; return what the last word caused."""
+    """Stage and commit on one node; return the messages sent in response to the last message."""
     h.say(node, cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
     sent: list[object] = []
     for member in members:

@@ -45,7 +45,7 @@ class Disk(FileJournal):
 
 
 class CoordinatorMachine(RuleBasedStateMachine):
-    """Feeds a coordinator and performs what it says, remembering what must never be contradicted."""
+    """Feeds a coordinator, performs its instructions, and checks invariants over its whole history."""
 
     coordinator = CoordinatorState
 
@@ -91,7 +91,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             decided=self.journal.decided,
             recent=self.journal.recent,
             past=self.journal,
-            is_beside=True,
+            is_standalone=True,
             new_run=lambda: f"r{next(self.numbers)}",
             drained=self.journal.drained(),
         )
@@ -145,7 +145,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             assert not self.state._out
 
     def decide(self, swap: str) -> None:
-        """Nothing is decided that was not staged by every node that has a target in it."""
+        """Check that every node with a target of the swap has staged it."""
         (running,) = [s.running for s in self.state.models.values() if s.running and s.running.swap.swap == swap]
         for node in running.swap.nodes | set(running.swap.members.values()):
             assert (swap, node) in self.said_staged, f"{swap} was decided, and {node} has not staged it"
@@ -200,7 +200,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule(steps=st.integers(0, 12), full=st.sampled_from([False, False, False, True]), abort=st.booleans())
     def swap_gets_so_far(self, steps: int, full: bool, abort: bool) -> None:
-        """Whatever happens next happens in the middle of a swap, whose phases take two or three steps each."""
+        """Run a swap for some steps, so that the next rule acts in its middle; phases take two or three steps."""
         self.trainer_publishes()
         self.all_is_delivered()
         self.journal.full = full
@@ -294,7 +294,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.has_lost_its_journal)
     @rule(older=st.booleans())
     def coordinator_loses_its_journal(self, older: bool) -> None:
-        """Or an earlier copy of it is put in its place: what was decided is known to daemons alone, if to anybody."""
+        """Replace the journal by an empty one or an earlier copy: only daemons may know what was decided."""
         self.has_lost_its_journal = True  # once: what is lost twice, nobody could be asked about
         self.journal.close()
         for name in ("journal", "journal-wal", "journal-shm"):
@@ -346,7 +346,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         what=st.integers(0, 9),
     )
     def somebody_talks_nonsense(self, node: str, number: int, member: str, what: int) -> None:
-        """Words about swaps that may be over, may not have begun, or may be of others; StageDone only if it is so."""
+        """Send messages about swaps that have ended, have not begun, or belong to others; never StageDone."""
         swap = f"s{number}"
         message = (
             cluster.StageProgress(swap=swap, bytes_done=7),

@@ -1,4 +1,4 @@
-"""Daemons of a made-up cluster: what they have been told, and what they would say."""
+"""Simulated daemons of a cluster: their state, and their messages to the coordinator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIGEST = digest_of(SHARD)
 
 @dataclass
 class Sim:
-    """A daemon as far as the coordinator can tell: its members, what they hold, and what is on its way."""
+    """A daemon as the coordinator sees it: its members, their versions, and messages in flight."""
 
     name: str
     pid: int = 1
@@ -67,7 +67,7 @@ class Sim:
         )
 
     def take(self, message: object, works: bool) -> None:
-        """React to what the coordinator says, as a daemon does whose workers work, or do not."""
+        """React to a coordinator's message like a daemon whose workers succeed (`works`) or fail."""
         match message:
             case cluster.NodeWelcome(_, boot):
                 if boot != self.boot:

@@ -1,4 +1,4 @@
-"""A cluster with a trainer and replicas as processes of their own, each of which may be broken and mended."""
+"""A cluster whose trainer and replicas are separate processes, each of which can be broken and repaired."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Event = tuple[float, str, dict[str, Any]]
 
 
 class Member(Process):
-    """A process that is told things, and tells: lines of JSON, each given to `said` with the time and its name."""
+    """A process driven by lines of JSON; each line that it prints is passed to `said` with the time and its name."""
 
     def __init__(self, *arguments: Any, said: Callable[[Event], None], **options: Any) -> None:
         super().__init__(*arguments, folder=ROOT, **options)
@@ -47,7 +47,7 @@ class Member(Process):
                 self.popen.stdin.close()
 
     def tell(self, **command: Any) -> None:
-        """Send it a command; one that is dead does not hear it."""
+        """Send it a command; does nothing if it has ended."""
         assert self.popen is not None and self.popen.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self.popen.stdin.write(json.dumps(command).encode() + b"\n")
@@ -106,12 +106,12 @@ class Crew(Cluster):
     # --- the end ------------------------------------------------------------------------------------------
 
     def strangers(self) -> dict[int, str]:
-        """Return the processes that those of `processes` have started: pid -> command."""
+        """Return the descendants of `processes`: pid -> command."""
         known = {process.pid for process in self.processes}
         return {pid: command for pid, command in self.running().items() if pid not in known}
 
     def folders(self) -> dict[str, Path]:
-        """Return the folders in which they may leave something, by whose they are."""
+        """Return the folders in which processes may leave files, by process."""
         found = {name: daemon.directory for name, daemon in self.daemons.items()}
         return {**found, "the coordinator": self.journal.parent, "$TMPDIR": self._temporary}
 

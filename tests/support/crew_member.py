@@ -44,7 +44,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def emit(event: str, **fields: Any) -> None:
-    """Tell the driver; nobody reads when it is gone, and then this process ends."""
+    """Send an event to the driver; end this process if the driver is gone."""
     try:
         # one call: several threads tell
         os.write(1, json.dumps({"event": event, "at": time.time(), **fields}).encode() + b"\n")
@@ -53,7 +53,7 @@ def emit(event: str, **fields: Any) -> None:
 
 
 def commands() -> Iterator[dict[str, Any]]:
-    """Yield what the driver says; the process ends with it."""
+    """Yield the driver's commands; end this process with the driver."""
     for line in sys.stdin:
         yield json.loads(line)
     os._exit(0)
@@ -81,7 +81,7 @@ def shard(rank: int, ranks: int, dim: int) -> tuple[Tensors, list[ParameterMetad
 
 
 class Trainer:
-    """Publishes the versions that it is told; registers again when its daemon has gone."""
+    """Publishes versions on command; registers again after the loss of its daemon."""
 
     def __init__(self, directory: str, ranks: int) -> None:
         self._directory = directory
@@ -90,7 +90,7 @@ class Trainer:
         self._sources: list[Any] = []
 
     def be_there(self) -> None:
-        """Be registered with the daemon that runs now: who publishes nothing is not told that it was replaced."""
+        """Register with the running daemon; without a publish the loss of the old one goes unnoticed."""
         if self._client is not None:
             self._client.free(self._client.allocate({"any": ((1,), torch.uint8)}, timeout=PATIENCE_S))
         self.register()
@@ -132,7 +132,7 @@ class Trainer:
         self.lose()
 
     def run(self) -> None:
-        """Do what the driver says, again and again until it works or `timeout_s` has passed."""
+        """Execute the driver's commands, retrying each until it succeeds or `timeout_s` has passed."""
         for command in commands():
             until, version = time.monotonic() + command["timeout_s"], command["version"]
             while True:
@@ -197,7 +197,7 @@ class Exchanges:
 
 
 class Engine:
-    """One replica. `may_commit`, `anew` and `leaves` (right after the next commit) are its driver's hand on it."""
+    """One replica. The driver sets `may_commit`, `anew` and `leaves` (end right after the next commit)."""
 
     def __init__(self, directory: str, ranks: int, replica: str, way: str) -> None:
         self._directory, self._ranks, self._replica, self._way = directory, ranks, replica, way
@@ -276,7 +276,7 @@ class Engine:
             self._kept = [*self._kept[-KEPT_COMMITS:], commit]
 
     def _try_old_commits(self) -> None:
-        """What is over must be refused, and write nothing."""
+        """Check that commits of ended swaps are refused and write nothing."""
         with self._reading:
             kept = self._kept[:]
         for commit in kept:
@@ -346,7 +346,7 @@ class Engine:
             emit("serves", version=version)
 
     def lose(self) -> None:
-        """Let go of everything; the next step registers again."""
+        """Drop the registration and the client; the next step registers again."""
         client, self._client = self._client, None
         if client is not None:
             client.close()

@@ -1,4 +1,4 @@
-"""One node's state without sockets: a made-up coordinator, client and workers talk to it."""
+"""A daemon's state without sockets, driven by a fake coordinator, client and workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TARGET = local.RegisterTarget(model="m", replica="r", rank=0, world_size=1, shar
 
 
 class Harness:
-    """Drives a daemon; `coordinator` answers Done to everything unless told otherwise."""
+    """Drives a daemon; the fake coordinator answers Done unless `refuse_with` is set."""
 
     def __init__(self, workers: int = 2, max_arena_bytes: int = 1 << 30, keep_targets_s: float = 0.0) -> None:
         self.daemon = DaemonState("n0", "h", 1, workers, max_arena_bytes, keep_targets_s=keep_targets_s)

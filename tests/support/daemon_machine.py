@@ -56,7 +56,7 @@ class DaemonMachine(RuleBasedStateMachine):
         session=st.sampled_from(SESSIONS), member=st.integers(0, 9), version=st.integers(0, 5), what=st.integers(0, 11)
     )
     def client_says(self, session: int, member: int, version: int, what: int) -> None:
-        """Anything, about anybody's registration."""
+        """Send any request about any registration, also another session's."""
         name = self.ids[member % len(self.ids)]
         message = (
             local.Deregister(member=name),

@@ -1,4 +1,4 @@
-"""Real etcd, of one member or of three: killed, frozen, cut off, full; and journals in it."""
+"""A real etcd of one or three members, which tests kill, freeze, cut off or fill; and journals in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs for tests on machines that have none: a driver made of memory files, built with the C compiler that is there."""
+"""Fake GPUs for machines without one: a CUDA driver over memory files, built with the machine's C compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fleets whose engines take versions over by exchanging arenas, and what kills their coordinators."""
+"""Clusters whose engines commit by exchanging arenas, and helpers that kill their processes."""
 
 from __future__ import annotations
 

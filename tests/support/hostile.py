@@ -1,4 +1,4 @@
-"""Peers that do not behave, and what they cost the processes they talk to."""
+"""Misbehaving peers, and the resources that they cost the attacked processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def figures(pid: int) -> Figures:
 
 
 class RawPeer:
-    """The two sockets of a client, with nothing that keeps to the rules around them."""
+    """A client's two sockets without the client library, to send anything."""
 
     def __init__(self, directory: Path, *, hello: bool = True) -> None:
         self.descriptors = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,4 +1,4 @@
-"""Short ways to say layouts in tests, and why no plan can be made of them."""
+"""Short notations for layouts in tests, and the refusals of plans that cannot be made."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def rosters(
 
 
 def refusals(found: list[Roster]) -> list[str]:
-    """All that stands in the way of a plan."""
+    """Return every problem that prevents a plan."""
     with pytest.raises(PlanError) as caught:
         plan_copies(found)
     return list(caught.value.violations)
 
 
 def refusal(found: list[Roster]) -> str:
-    """The one thing that stands in the way of a plan."""
+    """Return the only problem that prevents a plan."""
     violations = refusals(found)
     assert len(violations) == 1, violations
     return violations[0]

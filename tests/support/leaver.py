@@ -1,4 +1,4 @@
-"""An engine that takes versions over and leaves at once, in a way of its own.
+"""An engine that ends right after a commit, in a chosen way.
 
     python -m tests.support.leaver DIRECTORY
 

@@ -1,4 +1,4 @@
-"""A cluster whose coordinators share a journal in etcd: one leads, the others stand by."""
+"""A cluster whose coordinators share a journal in etcd: one leads, the others are standbys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of coordinators and of etcd's members in the middle of swaps, and what must hold whatever happens."""
+"""Faults of coordinators and etcd members in the middle of swaps, and the invariants that must hold."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TAKE_OVER_S = 10.0
 
 @dataclass
 class Outcome:
-    """What followed one fault."""
+    """The outcome of one fault."""
 
     fault: str
     seconds: float  # from the fault until the next version was decided and served everywhere
@@ -37,7 +37,7 @@ class Outcome:
 
 @dataclass
 class Judged:
-    """What etcd's whole history and all logs say afterwards."""
+    """The verdict from etcd's whole history and all logs."""
 
     decisions: int
     twice: list[str] = field(default_factory=list)

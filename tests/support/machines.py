@@ -1,4 +1,4 @@
-"""How much of a state machine Hypothesis tries."""
+"""Settings for Hypothesis state machines."""
 
 from __future__ import annotations
 

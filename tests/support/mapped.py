@@ -1,4 +1,4 @@
-"""What lies at an address of this process, as the kernel says."""
+"""The kernel's view of this process's mappings."""
 
 from __future__ import annotations
 

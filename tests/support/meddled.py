@@ -1,4 +1,4 @@
-"""A copy service for tests, like gloo; somebody meddles with what comes, as the file in MEDDLES_FILE says."""
+"""A copy service for tests: gloo, with received messages altered as the file in MEDDLES_FILE says."""
 
 from __future__ import annotations
 

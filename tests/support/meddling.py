@@ -19,7 +19,7 @@ _TAGS = 1 << 16  # of messages; agreements have smaller ones
 
 
 class Between:
-    """Stands between a two-sided service and its peers. Until it is told to meddle it only remembers what came."""
+    """Intercepts a two-sided service's messages. Until told to alter them it only records them."""
 
     def __init__(self, service: Any) -> None:
         self._peers = service.peers

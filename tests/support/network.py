@@ -18,7 +18,7 @@ COMMAND_S = 10.0
 
 
 def why_not() -> str:
-    """Return what stands in the way of making namespaces here, or ""."""
+    """Return why namespaces cannot be made here, "" if they can."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             return f"{tool} (iproute2) is not installed"

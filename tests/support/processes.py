@@ -1,4 +1,4 @@
-"""Real processes that do what they are told, one thing at a time, and carry each other's mail; watched by deadlines."""
+"""Real processes that execute calls one at a time and exchange mailbox values; every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _context.set_forkserver_preload(list(_PRELOADED))
 
 
 class CrewFailed(AssertionError):
-    """A process raised what was not foreseen, ended, or did not answer; the message has tracebacks and stacks."""
+    """A process raised an unexpected error, ended, or did not answer; the message has tracebacks and stacks."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Crew:
         os.kill(self._workers[number].process.pid, what)
 
     def give_up(self, epoch: str) -> None:
-        """Tell every mailbox that an epoch is over, as a daemon does."""
+        """Notify every mailbox that an epoch has ended, as a daemon does."""
         self._post.deliver((epoch, "", None), list(self._workers))
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class Crew:
 
 
 class _PostOffice:
-    """Gives every letter to everybody else: (epoch, key, value), or (epoch, "", None) where the epoch is given up."""
+    """Delivers mailbox values to all other processes: (epoch, key, value), (epoch, "", None) for an ended epoch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -232,7 +232,7 @@ class _PostOffice:
 
 
 class Mailroom:
-    """A process's end: its letters, and the descriptors that it is given."""
+    """A process's end of the mailboxes, and the descriptors passed to it."""
 
     def __init__(self, pipe: Connection, mail: Connection) -> None:
         self._pipe, self._mail = pipe, mail
@@ -289,7 +289,7 @@ class PipeMailbox(Mailbox):
 def _serve(
     make: Callable[[int, Mailroom], object], number: int, stacks: str, pipe: Connection, mail: Connection
 ) -> None:
-    """Do what is asked, for ever."""
+    """Execute calls until the connection ends."""
     assert sys.modules.keys() >= set(_PRELOADED), "the fork server could not import all that it should"
     with open(stacks, "w") as file:
         faulthandler.register(_DUMP, file, all_threads=True)

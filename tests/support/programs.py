@@ -1,4 +1,4 @@
-"""Programs beside a daemon: refitctl, and Python code that is given the daemon's directory."""
+"""Run refitctl, or Python code, against a test's daemon."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Node:
             self.run()
 
     def becomes(self, **changes: Any) -> None:
-        """What swaps do to the member's state."""
+        """Bring the member into the state after a swap."""
         self.member.state = replace(self.member.state, **changes)
 
     def tell(self, message: Message) -> None:
@@ -116,7 +116,7 @@ class Node:
         self.live[i].copy_(torch.from_numpy(np.ascontiguousarray(elements).reshape(-1)).view(dtype).view(shape))
 
     def run(self) -> None:
-        """Perform what the daemon says until it has nothing more to say."""
+        """Perform the daemon's instructions until there are none left."""
         self.digests.dispatch()
         while self.out:
             done = self.out.pop(0)
@@ -138,7 +138,7 @@ class Node:
             self.digests.dispatch()
 
     def tick(self) -> None:
-        """What the daemon does every second."""
+        """Run the daemon's work of one second."""
         self.proofs.tick()
         self.digests.tick()
 

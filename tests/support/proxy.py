@@ -1,4 +1,4 @@
-"""Somebody on the path between two workers of a test: TCP proxies that can flip a bit of what passes."""
+"""An attacker on the path between two workers: TCP proxies that can flip a bit of the traffic."""
 
 from __future__ import annotations
 

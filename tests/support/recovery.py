@@ -1,4 +1,4 @@
-"""A fleet of which versions 1 and 2 have been live, and an engine of another process that serves 2 and dies."""
+"""A cluster in which versions 1 and 2 have been live, and an engine process that serves 2 and dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The daemon of a target without a connection: what it is told, and how it answers."""
+"""A fake daemon connection for a target: records its messages and delivers notifications."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WAIT_S = 20.0
 
 
 class Daemon:
-    """What a target says to its daemon, and how it hears it."""
+    """Records a target's messages, and delivers notifications to it."""
 
     is_foreign = is_awaited = False
 

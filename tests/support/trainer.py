@@ -1,4 +1,4 @@
-"""A source of one tensor, for tests of what happens around a swap."""
+"""A source of one tensor, for tests around a swap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One trainer rank and two whole replicas, for tests of what goes wrong around a swap."""
+"""One trainer rank and two replicas, for tests of failures around a swap."""
 
 from __future__ import annotations
 

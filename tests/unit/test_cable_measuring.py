@@ -176,12 +176,12 @@ def test_a_daemon_has_all_lanes_measure_and_adds_them_up() -> None:
     for lane in range(2):
         epochs.worker_said(lane, sidecar.EpochJoined(epoch="e"))
     assert formed == [("t", "e")] and not tests.epoch_formed("a plan") and tests.epoch_formed("t")
-    orders = [i.message for i in out if isinstance(i, ToWorker) and isinstance(i.message, sidecar.MeasureCable)]
+    orders = [i.message for i in out if isinstance(i, ToWorker) and isinstance(i.message, sidecar.TimeCable)]
     assert [(order.peer, order.sends) for order in orders] == [(0, False)] * 2
     run_of = orders[0].run
-    tests.worker_said(0, sidecar.CableMeasured(run_of, 1000, 10.0, 11.0))
-    tests.worker_said(1, sidecar.CableMeasured(run_of, 500, 10.5, 12.0))
-    tests.worker_said(1, sidecar.CableMeasured(run_of + 1, 500, 10.5, 12.0))
+    tests.worker_said(0, sidecar.CableTimed(run_of, 1000, 10.0, 11.0))
+    tests.worker_said(1, sidecar.CableTimed(run_of, 500, 10.5, 12.0))
+    tests.worker_said(1, sidecar.CableTimed(run_of + 1, 500, 10.5, 12.0))
     assert said == [cluster.CableMeasured("t", 1500, 750)]
     tests.drop("t")
     tests.drop_all()

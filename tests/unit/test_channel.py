@@ -52,7 +52,12 @@ class Pair:
         watched: list[object] = getattr(self, what)
         wanted, deadline = len(watched) + 1, time.monotonic() + DEADLINE_S
         poller = zmq.Poller()
-        for sock in (self.router.socket, *self.router.doors, self.dealer.socket, *self.dealer.doors):
+        for sock in (
+            self.router.socket,
+            *self.router.control_sockets,
+            self.dealer.socket,
+            *self.dealer.control_sockets,
+        ):
             poller.register(sock, zmq.POLLIN)
         while len(watched) < wanted:
             assert time.monotonic() < deadline, f"nothing {what}: {vars(self)}"

@@ -17,15 +17,15 @@ from refitd.protocol.channel import Received
 from refitd.protocol.codec import Decoder, encode
 
 
-class Door:
-    """A gate, one client in front of it, and what the gate says."""
+class Front:
+    """A listener with one client, and what the listener reports."""
 
     def __init__(self, directory: Path) -> None:
         self.watched: dict[int, int] = {}
         self.told: list[tuple[int, local.Told]] = []
         self.goodbyes: list[int] = []
         self.given: list[tuple[int, int]] = []
-        self.gate = ClientListener(
+        self.listener = ClientListener(
             directory / "refitd.fds",
             "ipc://nowhere",
             frozenset({os.getuid()}),
@@ -37,13 +37,13 @@ class Door:
         self.client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.client.settimeout(20)
         self.client.connect(str(directory / "refitd.fds"))
-        assert self.gate.accept() == ""
+        assert self.listener.accept() == ""
         decoder: Decoder[sidecar.DescriptorReply] = Decoder(sidecar.DescriptorReply)
         session = decoder.decode(handoff.receive(self.client)[0])[1]
         assert isinstance(session, sidecar.Greeting)
         self.token = session.token
         self.peer = Received(b"id", b"", "", f"localhost:{os.getuid()}:{os.getgid()}:{os.getpid()}")
-        (self.fd,) = [fd for fd in self.watched if self.gate.owns(fd) and fd not in self.gate._processes]
+        (self.fd,) = [fd for fd in self.watched if self.listener.owns(fd) and fd not in self.listener._processes]
 
     def say(self, *messages: local.Told | sidecar.Goodbye | sidecar.FetchArena) -> None:
         for message in messages:
@@ -53,65 +53,65 @@ class Door:
         def fetch(session: int, arena: int, write: bool) -> tuple[int, int, str]:
             raise RefusedError("there are no arenas here")
 
-        return self.gate.serve(self.fd, fetch)
+        return self.listener.serve(self.fd, fetch)
 
     def hear(self) -> bool:
-        return self.gate.hear(self.peer, lambda *_: (0, 0, ""))
+        return self.listener.hear(self.peer, lambda *_: (0, 0, ""))
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[Door]:
-    found = Door(tmp_path)
+def front(tmp_path: Path) -> Iterator[Front]:
+    found = Front(tmp_path)
     yield found
     found.client.close()
-    found.gate.close()
+    found.listener.close()
 
 
 DONE = local.CommitDone(swap="s", member="m", paused_s=0.0)
 
 
-def test_what_was_sent_is_heard_before_the_end(door: Door) -> None:
-    session, _ = door.gate.admit(door.peer, door.token)
-    door.say(DONE, sidecar.Goodbye())
-    door.client.close()
-    assert door.serve() == session
-    assert door.told == [(session, DONE)] and door.goodbyes == [session]
+def test_what_was_sent_is_heard_before_the_end(front: Front) -> None:
+    session, _ = front.listener.admit(front.peer, front.token)
+    front.say(DONE, sidecar.Goodbye())
+    front.client.close()
+    assert front.serve() == session
+    assert front.told == [(session, DONE)] and front.goodbyes == [session]
 
 
-def test_it_is_heard_though_the_client_has_left_an_answer_unread(door: Door) -> None:
+def test_it_is_heard_though_the_client_has_left_an_answer_unread(front: Front) -> None:
     # the kernel then tells of a reset before it gives out what lies in the socket
-    session, _ = door.gate.admit(door.peer, door.token)
-    door.say(sidecar.FetchArena(arena=1))
-    assert door.serve() is None
-    door.say(DONE)
-    door.client.close()
-    assert door.serve() == session
-    assert door.told == [(session, DONE)]
+    session, _ = front.listener.admit(front.peer, front.token)
+    front.say(sidecar.FetchArena(arena=1))
+    assert front.serve() is None
+    front.say(DONE)
+    front.client.close()
+    assert front.serve() == session
+    assert front.told == [(session, DONE)]
 
 
-def test_it_is_heard_before_what_is_said_elsewhere_and_the_end_after_that(door: Door) -> None:
-    session, _ = door.gate.admit(door.peer, door.token)
-    door.say(DONE)
-    door.client.close()
-    assert door.hear()
-    assert door.told == [(session, DONE)]
-    assert door.gate.session_of(door.peer) == session, "its end comes in its turn"
-    assert door.serve() == session
+def test_it_is_heard_before_what_is_said_elsewhere_and_the_end_after_that(front: Front) -> None:
+    session, _ = front.listener.admit(front.peer, front.token)
+    front.say(DONE)
+    front.client.close()
+    assert front.hear()
+    assert front.told == [(session, DONE)]
+    assert front.listener.session_of(front.peer) == session, "its end comes in its turn"
+    assert front.serve() == session
 
 
-def test_nobody_is_told_anything_by_who_has_not_said_hello_and_what_is_no_message_ends_a_session(door: Door) -> None:
-    door.say(DONE)
-    assert door.serve() is not None and door.told == []
-    door.gate.admit(door.peer, door.token)
-    door.client.send(b"\x00")
-    assert not door.hear()
+def test_nobody_is_told_anything_by_who_has_not_said_hello_and_what_is_no_message_ends_a_session(front: Front) -> None:
+    front.say(DONE)
+    assert front.serve() is not None and front.told == []
+    front.listener.admit(front.peer, front.token)
+    front.client.send(b"\x00")
+    assert not front.hear()
 
 
-def test_a_session_that_is_left_leaves_nothing_to_watch(door: Door) -> None:
-    session, _ = door.gate.admit(door.peer, door.token)
-    process = next(iter(door.gate._processes))
-    door.gate.leave(session)
-    assert not door.gate.owns(door.fd) and not door.gate.owns(process)
-    assert door.watched[door.fd] == door.watched[process] == 0
+def test_a_session_that_is_left_leaves_nothing_to_watch(front: Front) -> None:
+    session, _ = front.listener.admit(front.peer, front.token)
+    process = next(iter(front.listener._processes))
+    front.listener.leave(session)
+    assert not front.listener.owns(front.fd) and not front.listener.owns(process)
+    assert front.watched[front.fd] == front.watched[process] == 0
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(process)

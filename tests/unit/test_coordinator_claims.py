@@ -73,11 +73,11 @@ def test_nothing_is_decided_before_daemons_had_the_time_to_say_what_is_live() ->
 
 
 def test_a_new_journal_is_waited_with_and_one_that_daemons_know_is_not() -> None:
-    alone = Harness(is_beside=False)
+    alone = Harness(is_standalone=False)
     alone.ready()
     assert kinds(alone.say("n0", local.StartSwap("m"), request=9)) == []
     assert "LoadPlan" in kinds(settled(alone))
-    known = Harness(journal={"s1": SwapRecord("s1", "m", 1, "committed", "", "", 1.0, run="x")}, is_beside=False)
+    known = Harness(journal={"s1": SwapRecord("s1", "m", 1, "committed", "", "", 1.0, run="x")}, is_standalone=False)
     lost(known, version=1, sequence=1, journal="j", swap="s1")
     known.add("src", versions=(1, 2), run="x")
     known.add("a", version=1, run="x")

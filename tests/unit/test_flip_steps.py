@@ -1,4 +1,4 @@
-"""At which poll the ranks of a replica flip."""
+"""The choice of the poll at which the ranks of a replica flip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs in the daemon's books and in what people are shown: who maps what, who copies what, what is refused."""
+"""The daemon's accounts of GPU arenas, and their display: mappings, copies and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known to be live, and for how many swaps."""
+"""Knowledge of live versions, and the number of swaps that are remembered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifests that list shards rank by rank: what becomes of them, what is refused, what survives writing."""
+"""Shards manifests: conversion to rosters, refusals, and writing them back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a block registers in modules lies in one arena at its end, and nothing else does."""
+"""The tensors that a block registers in modules, and only these, lie in one arena at its end."""
 
 from __future__ import annotations
 

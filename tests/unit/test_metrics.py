@@ -240,7 +240,7 @@ def test_a_host_that_is_no_name_is_refused(host):
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "address", "beside"),
+    ("endpoint", "address", "of_coordinator"),
     [
         ("", None, None),
         ("9464", ("127.0.0.1", 9464), ("127.0.0.1", 9465)),
@@ -250,10 +250,10 @@ def test_a_host_that_is_no_name_is_refused(host):
         ("0", ("127.0.0.1", 0), ("127.0.0.1", 0)),
     ],
 )
-def test_an_endpoint_is_an_address_and_a_coordinator_beside_takes_the_next_port(endpoint, address, beside):
+def test_an_endpoint_is_an_address_and_a_standalone_coordinator_takes_the_next_port(endpoint, address, of_coordinator):
     config = MetricsConfig(endpoint)
     assert config.address == address
-    assert config.beside.address == beside
+    assert config.of_coordinator.address == of_coordinator
     flags = {} if endpoint == "" else {"metrics.endpoint": endpoint}
     assert load(None, environ={}, **flags).metrics.address == address
 

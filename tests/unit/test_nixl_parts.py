@@ -1,4 +1,4 @@
-"""What a worker may not say of the parts of a message over NIXL, though it holds the epoch's key."""
+"""False claims of a worker about message parts over NIXL are refused, though it holds the epoch's key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NIXL that is missing, of another version, or has too little memory for its workers: what is said."""
+"""Errors about a missing NIXL, another version, or too little memory for its workers."""
 
 from __future__ import annotations
 

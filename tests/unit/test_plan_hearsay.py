@@ -1,4 +1,4 @@
-"""What one side leaves out and the other says: completed exactly, or refused by name."""
+"""Descriptions that leave something out are completed exactly from other ranks', or refused by name."""
 
 from __future__ import annotations
 

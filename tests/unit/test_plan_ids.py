@@ -1,4 +1,4 @@
-"""What stays the same: under another order of rosters, and when a rank is appended."""
+"""Task ids and choices stay the same under another order of rosters, and when a rank is appended."""
 
 from __future__ import annotations
 

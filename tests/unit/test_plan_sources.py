@@ -1,4 +1,4 @@
-"""Which replica feeds whom."""
+"""The choice of the replica that feeds each destination."""
 
 from __future__ import annotations
 

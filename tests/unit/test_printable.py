@@ -1,4 +1,4 @@
-"""What others have written moves no cursor: one function escapes it wherever it goes to a terminal or a log."""
+"""Foreign text cannot move a cursor: one function escapes it for terminals and logs."""
 
 from __future__ import annotations
 

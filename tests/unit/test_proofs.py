@@ -1,4 +1,4 @@
-"""Digests of versions, and checks of live tensors: what waits for what, what is begun again, what is given up."""
+"""Digests of versions and checks of live tensors: their order, restarts and failures."""
 
 from __future__ import annotations
 

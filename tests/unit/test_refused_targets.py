@@ -1,4 +1,4 @@
-"""Targets that cannot be written exactly are refused when they are registered, by name: never after a decision."""
+"""Targets that cannot be written exactly are refused by name at registration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several source ranks hold is compared where it is the same elements, and only there."""
+"""Elements that several source ranks hold are compared, and only these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a seed holds is compared with what it held when that went live, once others have read it."""
+"""A seed that others have read is compared with its digests from when its version went live."""
 
 from __future__ import annotations
 

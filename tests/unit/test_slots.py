@@ -1,4 +1,4 @@
-"""What a restarted daemon is told of a source's slots, when it comes back while a version is being copied."""
+"""What a client tells a restarted daemon about a source's slots while a version is being copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may hang is done on threads of its own: in turn while all goes well, past one that does not move."""
+"""Work that may hang runs on threads of its own, in turn, and overtakes a piece that makes no progress."""
 
 from __future__ import annotations
 

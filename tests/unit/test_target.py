@@ -1,4 +1,4 @@
-"""An engine that is asked to stand still, against a daemon whose words come late, twice or not at all."""
+"""A target asked to pause, whose daemon's messages come late, twice or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An arena is shown under memory that exists: values, neighbours and addresses stay, whatever fails."""
+"""Arena pages mapped over existing memory: values, neighbours and addresses are preserved through all failures."""
 
 from __future__ import annotations
 

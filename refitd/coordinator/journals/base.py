@@ -73,7 +73,7 @@ MAX_SEQUENCE = 1 << 53
 
 
 class LeadLost(Exception):
-    """This coordinator may say nothing more: another may lead, or it is not known whether its last write holds."""
+    """This coordinator must send nothing more: another may lead, or the outcome of its last write is unknown."""
 
 
 class Journal(ABC):
@@ -111,7 +111,7 @@ class Journal(ABC):
         """Make everything durable, and prepare the next write."""
 
     def guard(self) -> None:  # noqa: B027
-        """Keep the right to write; called by the coordinator's loop each second, and after it was stopped.
+        """Renew the right to write; called by the coordinator's loop each second, and after a stop of the process.
 
         Raises:
             LeadLost: it is gone.

@@ -22,12 +22,12 @@ from refitd.text import brief, printable
 # meanwhile, and daemons consider a coordinator gone after 5 s.
 WRITE_S = 3.5
 
-# How long reading everything may take, per page, and limits of what is read.
+# How long reading each page may take, in seconds, and limits on the journal's size.
 PAGE_S, PAGE = 5.0, 500
 MAX_BYTES = 256 << 20
 MAX_REPORT_BYTES = 64 << 20
 
-# Primary keys and columns of the tables that are kept; a swap's row number orders the history.
+# Primary keys and columns of the tables in etcd; a swap's row number orders the history.
 _KEYS = {
     "swaps": ("swap",),
     "live": ("model",),
@@ -52,12 +52,12 @@ _REPORT = _COLUMNS["swaps"].index("report")
 class EtcdJournal(Journal):
     """A journal in etcd, of which this process holds a copy in memory while it leads.
 
-    A transaction holds only if this process still leads (the leader's key has the revision at which it took the lead)
-    and if nothing was written since its own last one. So a request that etcd carries out late, or twice, does nothing,
-    and neither does one of a leader that was replaced.
+    A transaction succeeds only if this process still leads (the leader's key has the revision at which it took the
+    lead) and nothing was written since this process's last write. So a request that etcd executes late or twice has no
+    effect, and neither has one of a replaced leader.
     """
 
-    # What every leader reads anew, and etcd keeps in memory, is no archive.
+    # Every new leader reads all of this, and etcd keeps it in memory: it is not an archive.
     kept = 1000
 
     def __init__(self, lead: Lead, place: EtcdPlace, cluster: str) -> None:
@@ -76,8 +76,8 @@ class EtcdJournal(Journal):
         super().__init__()
         self.name, self._lead, self._prefix = str(place), lead, place.prefix
         self._puts: list[Json] = []  # written with the next change
-        self._last_write = 0  # its revision; 0: none yet
-        self._lost = ""  # why nothing more may be written
+        self._last_write = 0  # revision of this process's last write; 0: none yet
+        self._lost = ""  # why no more may be written; "": it may
         self._db = sqlite3.connect(":memory:", isolation_level=None)
         try:
             with self._transaction():
@@ -93,7 +93,7 @@ class EtcdJournal(Journal):
             raise CommitError(f"journal {self.name}: its rows do not fit: {exc}; {self._other()}") from exc
         (self.id,) = self._db.execute("SELECT id FROM journal").fetchone()
 
-    # --- reading what is there ----------------------------------------------------------------------------
+    # --- loading ------------------------------------------------------------------------------------------
 
     def _load(self, cluster: str) -> bool:
         """Fill the tables; return whether the journal existed."""
@@ -117,7 +117,7 @@ class EtcdJournal(Journal):
         return has_format
 
     def _take_in(self, key: bytes, value: bytes, revision: int, cluster: str) -> bool:
-        """Take one key in; return whether it is the one that says what the others are."""
+        """Load one key; return whether it is the format key, which describes the others."""
         name = key.decode(errors="replace").removeprefix(f"{self._prefix}/")
         table, _, _ = name.partition("/")
         if name == "format":
@@ -159,7 +159,7 @@ class EtcdJournal(Journal):
     # --- writing ------------------------------------------------------------------------------------------
 
     def _note_changes(self) -> None:
-        """Have every change of a row noted in the table `changed`."""
+        """Make sqlite record every changed row in the table `changed`."""
         self._db.execute("CREATE TEMP TABLE changed (name TEXT, key TEXT, PRIMARY KEY (name, key))")
         for table, key in _KEYS.items():
             for action, row in (("INSERT", "NEW"), ("UPDATE", "NEW"), ("DELETE", "OLD")):
@@ -182,7 +182,7 @@ class EtcdJournal(Journal):
         return self._db.execute("SELECT name, key FROM changed ORDER BY name, key").fetchall()
 
     def _changed(self, table: str, key: list[Any]) -> Json:
-        """Return the operation that brings etcd's key of a row up to date."""
+        """Return the operation that updates etcd's key of a row."""
         where = " AND ".join(f"{name} = ?" for name in _KEYS[table])
         row = self._db.execute(f"SELECT {', '.join(_COLUMNS[table])} FROM {table} WHERE {where}", key).fetchone()
         if row is None:
@@ -200,7 +200,7 @@ class EtcdJournal(Journal):
         return {"request_put": {"key": encoded(f"{self._prefix}/{name}".encode()), "value": encoded(value.encode())}}
 
     def _carry_out(self, operations: list[Json]) -> None:
-        """Have etcd carry out operations, all of them or none.
+        """Execute operations in etcd, all or none.
 
         Raises:
             CommitError: it did not and never will.
@@ -223,7 +223,7 @@ class EtcdJournal(Journal):
             answer = self._lead.gateway.ask("kv/txn", body, WRITE_S)
         except (NotReached, Refused) as exc:
             if exc.may_hold:
-                # neither may be said: etcd may carry it out yet. The next leader reads which of the two it was
+                # the outcome is unknown: etcd may still execute it. The next leader reads what happened
                 raise self._lose(f"it is not known whether the last write holds: {exc}") from exc
             raise
         if answer.get("succeeded"):

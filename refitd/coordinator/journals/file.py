@@ -101,7 +101,7 @@ class FileJournal(Journal):
         self._tidy()
 
     def _sync(self, syncs: bool) -> None:
-        """Have each change synced to disk, or only written: the next one that is synced takes those before it along."""
+        """Sync each change to disk, or only write it: the next synced change makes earlier ones durable, too."""
         if syncs != self._syncs:
             self._db.execute(f"PRAGMA synchronous={'FULL' if syncs else 'NORMAL'}")
             self._syncs = syncs

@@ -1,4 +1,4 @@
-"""Requests to etcd over its JSON gateway, bounded in time and size: to whichever member of one cluster answers."""
+"""Requests to an etcd cluster over its JSON gateway, with limits on time and size; any member may answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from refitd.config import EtcdConfig, EtcdPlace
 from refitd.errors import CommitError
 from refitd.text import brief, printable
 
-# How long one member may take over one request; a frozen one costs this once, then the others are asked first.
+# Seconds that one member may take for one request. A frozen one costs this once; then the others are asked first.
 CALL_S = 0.8
 
 # Limit on the body of an answer.
@@ -27,18 +27,18 @@ MAX_ANSWER_BYTES = 64 << 20
 
 Json: TypeAlias = Mapping[str, Any]
 
-# What etcd says when it has certainly not carried out a request, by gRPC's codes. It answers others (timed out, leader
-# changed) also for what it may carry out yet.
+# gRPC codes with which etcd says that it has certainly not executed a request. After other codes (timeout, leader
+# change) it may still execute it.
 _INVALID, _NOT_FOUND, _DENIED, _EXHAUSTED, _PRECONDITION, _UNAUTHENTICATED = 3, 5, 7, 8, 9, 16
 _CERTAIN = frozenset({_INVALID, _NOT_FOUND, _DENIED, _EXHAUSTED, _PRECONDITION, _UNAUTHENTICATED})
-_AGAIN = ("too many requests",)  # of these: another try may succeed
+_AGAIN = ("too many requests",)  # texts among these after which a retry may succeed
 
 
 class NotReached(CommitError):
     """No member has answered in time.
 
     Attributes:
-        may_hold: whether a member may have carried the request out, or may do so yet.
+        may_hold: whether a member may have executed the request, or may still do so.
     """
 
     def __init__(self, text: str, *, may_hold: bool) -> None:
@@ -47,16 +47,15 @@ class NotReached(CommitError):
 
 
 class Refused(CommitError):
-    """etcd has answered that it has not carried out the request.
+    """etcd has answered that it has not executed the request.
 
     Attributes:
-        may_hold: whether an earlier try of the same request may have been carried out.
-        not_found: whether it does not know the lease.
+        may_hold: whether an earlier try of the same request may have been executed.
     """
 
-    def __init__(self, text: str, *, code: int, may_hold: bool) -> None:
+    def __init__(self, text: str, *, may_hold: bool) -> None:
         super().__init__(text)
-        self.may_hold, self.not_found = may_hold, code == _NOT_FOUND
+        self.may_hold = may_hold
 
 
 class _Failed(Exception):
@@ -102,7 +101,7 @@ class Gateway:
             raise CommitError(f"journal {self.name}: {exc}; check the files that [etcd] names") from exc
 
     def look_up(self) -> None:
-        """Forget the members' addresses: the next requests look their names up again, which may take seconds."""
+        """Forget the members' addresses: the next requests resolve their names again, which may take seconds."""
         self._addresses.clear()
 
     def ask(self, what: str, body: Json, within_s: float) -> Json:
@@ -120,7 +119,7 @@ class Gateway:
             Refused: etcd answered with an error that another try does not mend.
         """
         until = self._clock() + within_s
-        said: dict[str, str] = {}  # what went wrong, by member
+        said: dict[str, str] = {}  # errors by member
         may_hold = authenticated = False
         while (left := until - self._clock()) > 0:
             member = self._members[0]
@@ -139,7 +138,7 @@ class Gateway:
                     authenticated, self._token = True, ""  # it has run out
                     continue
                 if exc.code in _CERTAIN and not again:
-                    raise Refused(self._refusal(text), code=exc.code, may_hold=may_hold) from None
+                    raise Refused(self._refusal(text), may_hold=may_hold) from None
                 said[where] = text
                 may_hold |= not again
             self._members.append(self._members.pop(0))
@@ -221,7 +220,6 @@ class Gateway:
             raise Refused(
                 f"journal {self.name}: {member[0]}:{member[1]} is of another etcd cluster ({cluster}) than the members "
                 f"asked before ({self.cluster}); name members of one cluster in coordinator.journal",
-                code=_INVALID,
                 may_hold=True,
             )
 

@@ -1,4 +1,4 @@
-"""Which of several coordinators leads: a key in etcd that lives as long as its owner's lease, and fences its writes."""
+"""Leader election among coordinators: a key in etcd, bound to its owner's lease, whose revision fences writes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from refitd.coordinator.journals.gateway import Gateway, Json, NotReached, Refus
 from refitd.errors import CommitError
 from refitd.text import brief, printable
 
-# How long a leader that etcd does not hear stays one; etcd grants no less than 2 s. One that cannot renew its lease
-# stops before etcd lets another one lead.
+# How long a leader that etcd does not hear remains leader; etcd grants at least 2 s. A leader that cannot renew its
+# lease stops before etcd lets another one lead.
 LEASE_S = 5
 
 # How often the lease is renewed, and how long the coordinator's loop waits for that.
 RENEW_S, RENEWING_S = 1.0, 0.9
 
-# How often a standby looks whether it may lead, and how long it waits for the answers.
+# How often a standby tries to take the lead, and how long it waits for the answers.
 LOOK_S, LOOKING_S = 0.5, 2.0
 
 
@@ -86,7 +86,7 @@ class Lead:
             return ""
         found = ranged(answer, 0)
         if found is None:
-            return "nobody yet"  # it went between comparing and reading
+            return "nobody yet"  # the key was removed between comparing and reading
         if not self._is_mine(found):
             return _named(found)
         self.revision = number(found.get("create_revision"))
@@ -113,7 +113,7 @@ class Lead:
             return
         if not number(answer.get("TTL")):
             raise LeadLost("etcd has let this coordinator's lease run out; another one may lead")
-        self._until = now + LEASE_S  # etcd counts from later
+        self._until = now + LEASE_S  # etcd's count starts later
         self.check()
 
     def check(self) -> None:
@@ -127,7 +127,7 @@ class Lead:
     def release(self) -> None:
         """Let another one lead at once, if etcd answers."""
         if self._lease:
-            with contextlib.suppress(CommitError):  # it runs out by itself
+            with contextlib.suppress(CommitError):  # the lease expires by itself
                 self.gateway.ask("lease/revoke", {"ID": str(self._lease)}, RENEWING_S)
             self._lease = 0
 

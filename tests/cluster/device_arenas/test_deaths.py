@@ -1,4 +1,4 @@
-"""Deaths of workers and clients whose memory is on a GPU: nothing is lost, and nothing is left there."""
+"""Deaths of workers and clients with GPU arenas: nothing is lost, and no memory stays allocated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules on a GPU that move into arenas there: adopted, or built in a block."""
+"""Modules on a GPU that move into GPU arenas: adopted, or built in a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A daemon that is restarted does not get arenas on GPUs back: new ones are made, or the registration says so."""
+"""A restarted daemon does not get GPU arenas back: it allocates new ones, or the registration fails with the reason."""
 
 from __future__ import annotations
 

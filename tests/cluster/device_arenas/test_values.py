@@ -1,4 +1,4 @@
-"""What is made at a GPU on the way: padding, casts, MXFP8, and the proof of what is live."""
+"""Values computed on a GPU during a swap: padding, casts, MXFP8, and digests of live tensors."""
 
 from __future__ import annotations
 
