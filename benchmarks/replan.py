@@ -19,10 +19,9 @@ from benchmarks import machine, models
 from benchmarks.plan import RANKS_PER_NODE, Received, registrations
 from refitd.config import Config
 from refitd.coordinator import actions as act
-from refitd.coordinator.plans import make_plan
+from refitd.coordinator.plans import PlanMemory, make_plan
 from refitd.coordinator.state import CoordinatorState
 from refitd.offline import world_size
-from refitd.plan.remembered import Remembered
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.codec import encode
@@ -60,7 +59,7 @@ class Fleet:
 
     def __init__(self, received: Received, *, keeps_parts: bool) -> None:
         self.received, self._keeps = received, keeps_parts
-        self._remembered = Remembered()
+        self._memory = PlanMemory()
         self._swaps = 0
         self.now = 0.0
         self.figures = Figures()
@@ -152,7 +151,7 @@ class Fleet:
                         pending += self._answers(identity, sent)
                     case act.MakePlan(ticket, rosters, may_relay, last):
                         began = time.process_time()
-                        plan = make_plan(rosters, self._remembered, may_relay=may_relay, last=last)
+                        plan = make_plan(rosters, self._memory, may_relay=may_relay, last=last)
                         found.plan_s += time.process_time() - began
                         pending.append(act.Planned(ticket, plan))
                     case act.Decide() as decided:

@@ -22,8 +22,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# The origin of polls that are counted by the caller: all ranks have the same numbers.
-CALLERS_STEP = "caller"
+# The origin of polls that are counted by the caller, from 1 for its step 0: all ranks have the same numbers.
+CALLERS_STEP = "step"
 
 # Poll counts further apart do not count the same steps: pipelines have fewer steps in flight.
 LOCKSTEP = 16

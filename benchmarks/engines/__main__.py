@@ -35,6 +35,8 @@ OTHERS = {
     "lora-tp2-follow": ("lora_case", "2", "{size}", "follow"),
     "async-grpo": ("trl_case",),
     "bad-input": ("bad_input_case",),
+    "restart-tp1": ("restart_case", "1"),
+    "restart-tp2": ("restart_case", "2"),
 }
 
 COLUMNS = (
@@ -45,6 +47,7 @@ COLUMNS = (
     ("verify", "verified"),
     ("bind s", "bind_s"),
     ("refitd s", "refitd_s"),
+    ("publish s", "publish_s"),
     ("wake s", "wake_s"),
     ("blocked s", "refitd_blocked_s"),
     ("empty call s", "empty_call_s"),
@@ -54,7 +57,9 @@ COLUMNS = (
     ("blocked s", "disk_blocked_s"),
     ("pickled call s", "pickled_s"),
     ("refitd, of the fastest native way", "of_native"),
+    ("back s", "back_s"),
     ("load", "load"),
+    ("code", "code"),
 )
 NATIVE = ("gloo_s", "disk_s", "pickled_s")
 
@@ -67,7 +72,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     options = parser.parse_args()
     found, failed = [], []
-    size, rounds = ("tiny", 3) if options.quick else ("246MB", 6)
+    size, rounds = ("tiny", 3) if options.quick else ("246MB", 5)
     for name, case in _cases(size, rounds).items():
         if not fnmatch.fnmatch(name, options.only):
             continue
@@ -78,7 +83,7 @@ def main() -> int:
             failed.append(name)
             print("\n".join((ran.stdout + ran.stderr).splitlines()[-40:]), file=sys.stderr)
             continue
-        found.append({**json.loads(lines[-1]), "load": f"{os.getloadavg()[1]:.0f}"})
+        found.append({**json.loads(lines[-1]), "load": f"{os.getloadavg()[1]:.0f}", "code": _code()})
         print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     learned = _shapes(failed) if options.only == "*" and not options.quick else []
     wrong = [row["engine"] for row in found if not row["equal"] or row["verified"] != "proven"]
@@ -88,16 +93,23 @@ def main() -> int:
     else:
         print(table)
     if found and not options.quick:
-        _keep(found, learned)
+        _keep(found, learned, is_whole=options.only == "*")
     if failed or wrong:
         print(f"failed: {failed}; weights differ: {wrong}", file=sys.stderr)
     return 1 if failed or wrong or not found else 0
 
 
-def _keep(found: list[dict[str, Any]], learned: list[dict[str, Any]]) -> None:
-    """Write the results, with what was found before of cases that were not run now."""
+def _code() -> str:
+    """Return the commit that is run; "" outside a checkout."""
+    ran = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return ran.stdout.strip()
+
+
+def _keep(found: list[dict[str, Any]], learned: list[dict[str, Any]], *, is_whole: bool) -> None:
+    """Write the results; after a part of the cases, with what was found before of the others."""
     file = RESULTS / "engines.json"
-    before = json.loads(file.read_text()) if file.exists() else {"engines": [], "learned": []}
+    is_first = is_whole or not file.exists()
+    before = {"engines": [], "learned": []} if is_first else json.loads(file.read_text())
     rows = {row["engine"]: row for row in [*before["engines"], *found]}
     shapes = {row["model"]: row for row in [*before["learned"], *learned]}
     kept = {"machine": describe(), "engines": [*rows.values()], "learned": [*shapes.values()]}
@@ -143,7 +155,7 @@ def _table(found: list[dict[str, Any]]) -> str:
 
 def _filled(row: dict[str, Any]) -> dict[str, Any]:
     native = [row[way] for way in NATIVE if way in row]
-    ratio = {"of_native": f"{row['refitd_s'] / min(native):.2f}"} if len(native) == len(NATIVE) else {}
+    ratio = {"of_native": f"{row['refitd_s'] / min(native):.2f}"} if native else {}
     return {**row, **ratio, "bytes": f"{row['bytes'] / 1e6:.3g}"}
 
 
@@ -157,6 +169,7 @@ def _shown(value: Any) -> str:
 
 def _page(table: str, found: list[dict[str, Any]], learned: list[dict[str, Any]]) -> str:
     machine, first = describe(), found[0]
+    rounds = min(row["rounds"] for row in found if "rounds" in row)
     rows = "\n".join(
         f"| {m['model']} | {m['gigabytes']} | {m['canonical']} | {m['params']} | {m['tiles']} | {_shown(m['whole'])} "
         f"| {m['trace_cpu_s']:.1f} |"
@@ -166,27 +179,30 @@ def _page(table: str, found: list[dict[str, Any]], learned: list[dict[str, Any]]
 
 `scripts/try-engines` on {machine["cpu"]}, {machine["cores"]} cores, kernel {machine["kernel"]}; vLLM {first["vllm"]}
 on the CPU, torch {machine["packages"].get("torch")}. The trainer is FSDP2 on two ranks in float32, the engine holds
-bfloat16. Medians of {first["rounds"]} rounds or more; the ways take turns in every round, with the same new weights.
+bfloat16. Medians of {rounds} rounds or more; the ways take turns in every round, with the same new weights.
 
-- refitd: from the first `publish` until the version is live, the cast included. `wake`: the first call
-  (`start_weight_update`), which wakes an idle engine, and before and after which it goes on. `blocked`: the call that
-  waits for the version, in which the engine answers nothing. `empty call`: the one after it, which does nothing: what
-  vLLM takes for any. `commit`: the time in which the weights change, which is all that an engine that follows stands
-  still for. Rows without `wake` were run before it was told apart, and have it in `blocked`. They flip where
-  `commit` is under 1 ms; rows with more than 10 ms are of an earlier adapter, which copied.
+- refitd: from the first `publish` until the version is live, the cast included; `publish` is its first part. `wake`:
+  the first call (`start_weight_update`), which wakes an idle engine, and before and after which it goes on. `blocked`:
+  the call that waits for the version, in which the engine answers nothing. `empty call`: the one after it, which does
+  nothing: what vLLM takes for any call. `commit`: the time in which the weights change. That is all that an engine that
+  follows stands still for; the other engines are called, and stand still for a call of vLLM's, too.
 - gloo: the trainer gathers each tensor in bfloat16, its first rank sends it to the workers, and vLLM's loader takes it
   as it comes (zeros before, equal afterwards). The engine answers nothing meanwhile.
 - disk: the trainer gathers, rank 0 writes safetensors, vLLM's `reload_weights` reads it.
 - pickled call: vLLM's loader on whole tensors that are sent with a call; gathering them is not counted.
+- Where a row lacks one of these, it was not tried there; the ratio is to the fastest one that was.
 - equal: vLLM's `compute_weight_checksums` and a greedy answer after refitd are those after vLLM's own reload; over
   HTTP, first tokens are those of transformers with the same weights (three in four at least: both round to bfloat16).
   PP2 and data-parallel experts die in vLLM at their first generation on CPUs: only checksums are compared. MiniLM's
-  embeddings are compared before a refit and after one to other weights and one back.
-- Cases may have been run at different times beside other work on the machine: compare within a row. `load`: the
-  machine's load of the last five minutes, where it was noted.
+  embeddings are compared before a refit and after one to other weights and one back. Bad input: refused by name, and
+  the engine answers as before.
+- back: from the kill of a server's rank in the middle of a swap until the server that its supervisor starts serves what
+  the fleet serves, the longer one of two kills, before and after the decision. Most of it is vLLM's start.
+- Cases are run one after the other, maybe beside other work on the machine: compare within a row. `load`: the machine's
+  load of the last five minutes. `code`: the commit that was run. Rows without it are older: among them are some of an
+  adapter that called engines before a version was staged, and of trainers that published float32.
 - Workers of vLLM spin for a second after each call (`shm_broadcast`, `busy_loop_s`), which takes processors from
-  refitd's. Rows of PP2, of DP2 that follows, of moe DP2 and of AsyncGRPOTrainer are of an earlier adapter, which called
-  engines before a version was staged, and of a trainer that published float32 (`cast="bfloat16"` now).
+  refitd's.
 
 {table}
 

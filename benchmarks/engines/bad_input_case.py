@@ -27,8 +27,14 @@ def run() -> dict[str, Any]:
         nbytes = checkpoint("llama", "tiny", work / "model")
         checkpoint("qwen2", "tiny", work / "tied")
         with daemon(work):
-            tried = [*_uneven_heads(work / "model"), *_offered(work), *_served(work)]
-        return {"engine": f"bad input, {len(tried)} cases", "bytes": nbytes, "equal": True, "verified": "proven"}
+            tried = [*_uneven_heads(work / "model"), *_quantised(work), *_offered(work), *_served(work)]
+        return {
+            "engine": "llama and qwen2, bad input",
+            "tried": tried,
+            "bytes": nbytes,
+            "equal": True,
+            "verified": "proven",
+        }
     except BaseException:
         for log in work.glob("vllm*.log"):
             said = [line for line in log.read_text().splitlines() if "leaked" not in line]
@@ -47,6 +53,47 @@ def _uneven_heads(folder: Path) -> Iterator[str]:
         "8.* must be divisible by .*3",
         lambda: EngineArgs(model=str(folder), tensor_parallel_size=3, skip_tokenizer_init=True).create_engine_config(),
     )
+
+
+def _quantised(work: Path) -> Iterator[str]:
+    """An engine whose linear weights are int8, offered plain weights, and its own checkpoint's tensors."""
+    import torch
+
+    import refitd
+
+    plain, folder = _loaded(work / "model"), work / "int8"
+    packed: Weights = {}
+    for name, w in plain.items():
+        if not name.endswith("_proj.weight"):
+            packed[name] = w
+            continue
+        scale = w.float().abs().amax(1, keepdim=True) / 127
+        packed[name] = (w.float() / scale).round().to(torch.int8)
+        packed[name + "_scale"] = scale.to(w.dtype)
+    _saved(packed, work / "model", folder)
+    config = json.loads((folder / "config.json").read_text())
+    whole = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**whole, "strategy": "channel", "dynamic": False},
+        "input_activations": {**whole, "strategy": "token", "dynamic": True},
+    }
+    how = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
+    config["quantization_config"] = {**how, "ignore": ["lm_head"], "config_groups": {"group_0": group}}
+    (folder / "config.json").write_text(json.dumps(config))
+    llm = _engine(folder, work, "q")
+    answer = _asked(llm)
+    before = answer()
+    with refitd.connect(work) as client:
+        for number, (what, tensors) in enumerate({"plain": plain, "packed": packed}.items()):
+            client.register_source(f"quantised-{number}", tensors)
+            info = {"init_info": {"model": f"quantised-{number}"}}
+            yield _refused(
+                f"{what} weights for an int8 engine",
+                r"this engine is quantised \(compressed-tensors\).* LoRA adapter alone",
+                lambda info=info: llm.init_weight_transfer_engine(info),
+            )
+            assert answer() == before, what
 
 
 # --- a server that nobody drives --------------------------------------------------------------------------
@@ -98,26 +145,12 @@ def _served(work: Path) -> Iterator[str]:
 def _offered(work: Path) -> Iterator[str]:
     """An engine with tied embeddings, to which one trainer after the other offers something else."""
     import torch
-    from vllm import LLM, SamplingParams
 
     import refitd
 
     folder = work / "tied"
-    llm = LLM(
-        model=str(folder),
-        dtype="bfloat16",
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        max_model_len=128,
-        enable_prefix_caching=False,
-        weight_transfer_config={"backend": "refitd"},
-        additional_config={"refitd": {"directory": str(work), "replica": "b", "timeout_s": 20}},
-    )
-    greedy = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
-
-    def answer() -> list[int]:
-        return list(llm.generate(PROMPT, greedy, use_tqdm=False)[0].outputs[0].token_ids)
-
+    llm = _engine(folder, work, "b")
+    answer = _asked(llm)
     before, weights = answer(), _loaded(folder)
     hidden, layers, vocabulary = SIZES["tiny"]
     embed, q, last = (
@@ -166,6 +199,29 @@ def _offered(work: Path) -> Iterator[str]:
 
 
 # --- helpers ----------------------------------------------------------------------------------------------
+
+
+def _engine(folder: Path, work: Path, replica: str) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        model=str(folder),
+        dtype="bfloat16",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=128,
+        enable_prefix_caching=False,
+        weight_transfer_config={"backend": "refitd"},
+        additional_config={"refitd": {"directory": str(work), "replica": replica, "timeout_s": 20}},
+    )
+
+
+def _asked(llm: Any) -> Callable[[], list[int]]:
+    """Return a function that asks the engine for a greedy answer."""
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
+    return lambda: list(llm.generate(PROMPT, greedy, use_tqdm=False)[0].outputs[0].token_ids)
 
 
 def _refused(what: str, text: str, ask: Callable[[], Any]) -> str:

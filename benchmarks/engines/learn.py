@@ -16,16 +16,9 @@ from pathlib import Path
 from benchmarks.engines.server import Server
 from benchmarks.engines.vllm_case import daemon
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS, VERSIONS = 2, 12
-LENGTH, ASKED, PROMPT = 16, 6, 4
-
-
-def following(start: int, length: int) -> list[int]:
-    """Return the rule's sequence: each token is five times the one before and three, modulo 61."""
-    found = [start]
-    while len(found) < length:
-        found.append((5 * found[-1] + 3) % 61)
-    return found
+ASKED, PROMPT = 6, 4
 
 
 def model(folder: Path) -> None:
@@ -50,7 +43,10 @@ class Asker:
     """Asks the server all the time, and counts how many tokens of its answers follow the rule."""
 
     def __init__(self, server: Server) -> None:
-        self._server = server
+        sys.path.insert(0, str(EXAMPLES))
+        from vllm_trainer import following
+
+        self._server, self._following = server, following
         self._right: list[bool] = []
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -61,7 +57,7 @@ class Asker:
     def _run(self) -> None:
         chosen = random.Random(0)
         while not self._over.is_set():
-            expected = following(chosen.randrange(1, 60), PROMPT + ASKED)
+            expected = self._following(chosen.randrange(1, 60), PROMPT + ASKED)
             try:
                 told = self._server.tokens(expected[:PROMPT], ASKED)
             except OSError:
@@ -96,8 +92,8 @@ def main() -> int:
     began = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="rfdl"))
     os.chmod(work, 0o700)
-    folder, store = work / "model", str(work / "store")
-    learners: list[subprocess.Popen[str]] = []
+    folder = work / "model"
+    trainer: subprocess.Popen[str] | None = None
     try:
         model(folder)
         with daemon(work):
@@ -109,31 +105,30 @@ def main() -> int:
                 print(f"{'version':>8} {'loss':>7}   tokens that follow the rule, as the server answers meanwhile")
                 first = last = asker.share()
                 print(f"{'-':>8} {'':>7}   {first:4.0%} {'#' * round(40 * first)}", flush=True)
-                command = [sys.executable, "-m", "benchmarks.engines.learner"]
-                learners = [
-                    subprocess.Popen(
-                        [*command, str(rank), str(RANKS), store, str(folder), str(work), str(VERSIONS)],
-                        stdout=subprocess.PIPE,
-                        text=True,
-                    )
-                    for rank in range(RANKS)
-                ]
-                assert learners[0].stdout is not None
-                for line in learners[0].stdout:
+                run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+                trainer = subprocess.Popen(
+                    [sys.executable, *run, EXAMPLES / "vllm_trainer.py", str(folder), "--versions", str(VERSIONS)],
+                    env={**os.environ, "REFITD_RUNTIME_DIR": str(work)},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                assert trainer.stdout is not None
+                for line in trainer.stdout:
                     version, loss = line.split()
                     last = asker.share()
                     print(f"{version:>8} {loss:>7}   {last:4.0%} {'#' * round(40 * last)}", flush=True)
                 asker.close()
-                codes = [learner.wait(60) for learner in learners]
+                code = trainer.wait(60)
             finally:
                 server.close()
-        good = not any(codes) and first < 0.3 and last > 0.9 and not asker.failed
-        print(json.dumps({"before": first, "after": last, "failed_requests": asker.failed, "trainers": codes}))
+        good = not code and first < 0.3 and last > 0.9 and not asker.failed
+        print(json.dumps({"before": first, "after": last, "failed_requests": asker.failed, "trainer": code}))
         print(f"{'done' if good else 'NOT as expected'} in {time.monotonic() - began:.0f} s")
         return 0 if good else 1
     finally:
-        for learner in learners:
-            learner.kill()
+        if trainer is not None:
+            trainer.terminate()  # its ranks end with it
+            trainer.wait()
         shutil.rmtree(work, ignore_errors=True)
 
 

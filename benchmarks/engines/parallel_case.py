@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -63,50 +64,69 @@ def _refits(
     client: Any, server: Server, trainer: Trainer, saved: Path, follow: bool, generates: bool
 ) -> dict[str, Any]:
     """Refit some rounds; every engine must hold what it holds after its own reload, and serve the version."""
-    from refitd.adapters.driving import swap_and_drive
-
     if not follow:
         server.post("init_weight_transfer_engine", {"init_info": {}})
-    seconds, blocked, equal = [], [], []
-    answers = {_answers(server, generates)}
+    figures: dict[str, list[float]] = {}
+    equal, answers = [], {_answers(server, generates)}
     first = trainer.next_version
     for version in range(first, first + ROUNDS):
         trainer("step", version)
-        started = time.perf_counter()
-        trainer("publish", version)
-        if follow:
-            report = client.swap("policy", version, wait=120)
-            blocked.append(max(member.paused_s for member in report.members))
-        else:
-            stood = [0.0]
-
-            def update(version: int = version, stood: list[float] = stood) -> None:
-                begun = time.perf_counter()
-                server.post("start_weight_update", {})
-                server.post("update_weights", {"update_info": {"version": version}})
-                stood[0] = time.perf_counter() - begun
-                server.post("finish_weight_update", {})
-
-            swap_and_drive(client, "policy", version, update, wait=120)
-            blocked += stood
-        seconds.append(time.perf_counter() - started)
+        times = _refit(client, server, trainer, version, follow)
         (model,) = client.status().models
         serves = [target.version == version for target in model.targets]
         mine, told = server.checksums(), _answers(server, generates)
         answers.add(told)
-        trainer("save", str(saved))
-        server.post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(saved)}})
+        times |= _disk(server, trainer, saved)
         native = server.checksums(), _answers(server, generates)
         equal.append(serves == [True] * ENGINES and (mine, told) == native)
+        if version > first:  # the first one plans, connects, and faults memory in
+            for name, seconds in times.items():
+                figures.setdefault(name, []).append(seconds)
     return {
         "replicas": sorted({target.replica for target in model.targets}),
         "rounds": ROUNDS - 1,
         "equal": all(equal) and len(answers) == (ROUNDS + 1 if generates else 1),
         "generates": generates,
         "tensors": len(mine[0]),
-        "refitd_s": sorted(seconds[1:])[len(seconds[1:]) // 2],
-        "refitd_blocked_s": sorted(blocked[1:])[len(blocked[1:]) // 2],
+        **{name: statistics.median(found) for name, found in figures.items()},
     }
+
+
+def _refit(client: Any, server: Server, trainer: Trainer, version: int, follow: bool) -> dict[str, float]:
+    """Refit all engines; return the seconds of the whole, of each call to the server, and of the commit."""
+    from refitd.adapters.driving import swap_and_drive
+
+    called: dict[str, float] = {}
+
+    def call(name: str, path: str, body: dict[str, Any]) -> None:
+        begun = time.perf_counter()
+        server.post(path, body)
+        called[name] = time.perf_counter() - begun
+
+    def take_over() -> None:
+        call("wake_s", "start_weight_update", {})
+        call("refitd_blocked_s", "update_weights", {"update_info": {"version": version}})
+        call("empty_call_s", "finish_weight_update", {})
+
+    started = time.perf_counter()
+    published = trainer("publish", version)
+    if follow:
+        report = client.swap("policy", version, wait=120)
+    else:
+        report = swap_and_drive(client, "policy", version, take_over, wait=120)
+    whole = time.perf_counter() - started
+    commit = max(member.paused_s for member in report.members)
+    return {"refitd_s": whole, "publish_s": published, "refitd_blocked_s": commit, "commit_s": commit, **called}
+
+
+def _disk(server: Server, trainer: Trainer, saved: Path) -> dict[str, float]:
+    """Have every engine load a file that the trainer writes."""
+    started = time.perf_counter()
+    trainer("save", str(saved))
+    begun = time.perf_counter()
+    server.post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(saved)}})
+    ended = time.perf_counter()
+    return {"disk_s": ended - started, "disk_blocked_s": ended - begun}
 
 
 def _answers(server: Server, generates: bool) -> tuple[tuple[int, ...], ...]:

@@ -94,6 +94,10 @@ class Server:
             raise RuntimeError(f"{path} answered {exc.code}: {exc.read(2000).decode(errors='replace')}") from exc
         return json.loads(text) if text else None
 
+    def has_ended(self) -> bool:
+        """Whether its process has ended."""
+        return self._process.poll() is not None
+
     def close(self) -> None:
         """End it."""
         self._process.terminate()

@@ -1,7 +1,8 @@
 """TRL's AsyncGRPOTrainer against a vLLM server, with refitd as its weight transfer; prints JSON.
 
-TRL's rollout worker, its trainer and vLLM's server are the real ones. Two things of TRL need a GPU and are replaced:
-its attention kernel, by a plain function of the same arguments, and the look-up of the GPU's speed.
+It runs examples/trl_trainer.py. TRL's rollout worker, its trainer and vLLM's server are the real ones. Two things of
+TRL need a GPU and are replaced: its attention kernel, by a plain function of the same arguments, and the look-up of the
+GPU's speed.
 """
 
 from __future__ import annotations
@@ -23,13 +24,9 @@ from benchmarks.engines.server import Server
 from benchmarks.engines.vllm_case import daemon
 from refitd.adapters.trl import RefitdWeightTransfer
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 3
 WORDS = ["<pad>", "<|im_end|>", "<|im_start|>", "user", "assistant", *(f"w{i}" for i in range(59))]
-
-
-def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Reward even tokens."""
-    return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
 
 
 def attend(
@@ -56,7 +53,7 @@ class Checked(RefitdWeightTransfer):
     """Compares, after each transfer, what the server holds with what it holds after its own reload of a file."""
 
     def __init__(self, server: Server, saved: Path, work: Path) -> None:
-        super().__init__(server.url, directory=str(work))
+        super().__init__(server.url, directory=str(work), cast=torch.bfloat16)
         self._server, self._saved = server, saved
         self.equal: list[bool] = []
         self.seconds: list[float] = []
@@ -113,10 +110,12 @@ def checkpoint(folder: Path) -> int:
 
 def run() -> dict[str, Any]:
     """Return what was found."""
-    from datasets import Dataset
-    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+    from trl.experimental.async_grpo import async_grpo_trainer, packing
 
     import refitd
+
+    sys.path.insert(0, str(EXAMPLES))
+    from trl_trainer import build
 
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: 1e12  # it asks for the GPU's name
@@ -135,31 +134,20 @@ def run() -> dict[str, Any]:
             try:
                 server.wait()
                 transfer = Checked(server, saved, work)
-                trainer = AsyncGRPOTrainer(
-                    model=str(folder),
-                    reward_funcs=reward,
-                    train_dataset=Dataset.from_dict(
-                        {"prompt": [[{"role": "user", "content": f"w{i} w{i + 1}"}] for i in range(32)]}
-                    ),
-                    args=AsyncGRPOConfig(
-                        output_dir=str(work / "out"),
-                        use_cpu=True,
-                        bf16=False,
-                        gradient_checkpointing=False,
-                        per_device_train_batch_size=4,
-                        gradient_accumulation_steps=1,
-                        num_generations=4,
-                        max_completion_length=12,
-                        max_steps=STEPS,
-                        learning_rate=1e-2,
-                        weight_sync_steps=1,
-                        vllm_server_base_url=server.url,
-                        dtype="float32",
-                        report_to="none",
-                        save_strategy="no",
-                        logging_steps=1,
-                    ),
-                    weight_transfer=transfer,
+                trainer = build(
+                    str(folder),
+                    server.url,
+                    transfer,
+                    output_dir=str(work / "out"),
+                    max_steps=STEPS,
+                    use_cpu=True,
+                    bf16=False,
+                    gradient_checkpointing=False,
+                    gradient_accumulation_steps=1,
+                    learning_rate=1e-2,
+                    dtype="float32",
+                    save_strategy="no",
+                    logging_steps=1,
                 )
                 trainer.train()
                 with refitd.connect(work) as client:

@@ -182,12 +182,11 @@ def _measured(
     if not follow:
         llm.init_weight_transfer_engine({"init_info": {}})
     bound = time.perf_counter() - started
-    if lifecycle == "driven":
-        store = str(work / "gloo")
-        with ThreadPoolExecutor(1) as beside:
-            joined = beside.submit(trainer, "join", store, 1 + tp)
-            llm.apply_model(functools.partial(native.join, store, 1 + tp))
-            joined.result()
+    store, size = str(work / "gloo"), 1 + tp * stages
+    with ThreadPoolExecutor(1) as beside:
+        joined = beside.submit(trainer, "join", store, size)
+        llm.apply_model(functools.partial(native.join, store, size))
+        joined.result()
     figures: dict[str, list[float]] = {}
     equal, answers = [], [answer()]
     first = trainer.next_version
@@ -198,10 +197,9 @@ def _measured(
         times |= _disk(llm, trainer, saved)
         theirs, reloaded = llm.collective_rpc("compute_weight_checksums"), answer()
         equal.append(mine == theirs and told == reloaded)
-        if lifecycle == "driven":
-            times |= _pickled(llm, saved)
-            times |= _gloo(llm, trainer, saved)
-            equal.append(llm.collective_rpc("compute_weight_checksums") == mine)
+        times |= _pickled(llm, saved)
+        times |= _gloo(llm, trainer, saved)
+        equal.append(llm.collective_rpc("compute_weight_checksums") == mine)
         answers.append(told)
         if version > first:  # the first one plans, connects, and faults memory in
             for name, seconds in times.items():

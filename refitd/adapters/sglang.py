@@ -22,6 +22,7 @@ import torch
 
 import refitd
 from refitd.adapters.driving import swap_and_drive
+from refitd.adapters.engine_checks import Offered, check_covered, check_shapes
 
 log = logging.getLogger("refitd.sglang")
 
@@ -29,8 +30,10 @@ LOADER = "refitd.adapters.sglang.take_over"
 SETTINGS = "REFITD_SGLANG"
 WRITTEN_AGAINST = "0.5."
 
-# How long an engine that nobody drives waits between two tries to find its trainer.
+# How long an engine that nobody drives waits between two tries to find its trainer, and after a refusal: another
+# trainer may come, and the engine that has its name may go.
 TRY_AGAIN_S = 2.0
+REFUSED_AGAIN_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -70,35 +73,43 @@ class Engine:
     """One scheduler process's rank of a replica."""
 
     def __init__(self, model: torch.nn.Module, settings: Settings) -> None:
-        """Learn the layout from the model's own loader, check it, and register it.
+        """Register nothing yet; raises RefusedError for another SGLang."""
+        _check_version()
+        self._model, self._settings = model, settings
+        self._client: refitd.Client | None = None
+        self._target: refitd.Target | None = None
+        self._own: Offered = {}  # what the checkpoint has, once the engine was compared with it
+
+    def bind(self) -> refitd.Target:
+        """Return its registration; if it has none, learn the layout from the model's own loader, check it, register it.
 
         Raises:
             RefusedError: the layout is no plain copy of what the trainer offers, or not what the engine computes with.
             DeadlineExceeded: there is no trainer.
             TransportError: there is no daemon.
         """
-        _check_version()
-        self._model, self._settings = model, settings
-        self._client = refitd.connect(settings.directory or None, reconnect=False)
-        try:
-            self._target = self._register()
-        except BaseException:
-            self._client.close()
-            raise
+        if self._target is not None and isinstance(self._target.error, refitd.PeerLost):
+            self.let_go()  # its daemon has gone
+        if self._target is None:
+            self._client = refitd.connect(self._settings.directory or None, reconnect=False)
+            try:
+                self._target = self._register(self._client)
+            except BaseException:
+                self.let_go()
+                raise
+        return self._target
+
+    def let_go(self) -> None:
+        """End the registration; the engine serves on with what it has, and may register again."""
+        client, self._client, self._target = self._client, None, None
+        if client is not None:
+            client.close()
 
     def wait(self, version: int) -> None:
         """Return once a version is live here."""
-        self._target.wait(version, timeout=self._settings.timeout_s)
+        self.bind().wait(version, timeout=self._settings.timeout_s)
 
-    def poll(self, step: int, begin: bool) -> None:
-        """Offer a commit point before a step; with `begin`, the step begins then."""
-        self._target.poll(step=step, begin=begin)
-
-    def close(self) -> None:
-        """End the registration; the engine serves on with what it has."""
-        self._client.close()
-
-    def _register(self) -> refitd.Target:
+    def _register(self, client: refitd.Client) -> refitd.Target:
         from sglang.srt.runtime_context import get_parallel
 
         settings, parallel = self._settings, get_parallel()
@@ -109,19 +120,17 @@ class Engine:
         params = dict(self._model.named_parameters())
         held = {**{name: held for name, _, _, held in refitd.named_persistent_buffers(self._model)}, **params}
         load: Any = self._model.load_weights
-        offered = self._client.tensors(settings.model, timeout=settings.timeout_s)
-        trace = refitd.trace_loader(held, load, offered, owner_rank=rank)
-        wrong = [f"{name}: computed" for name in trace.computed if name in params]
-        wrong += [f"{name}: not offered" for name in trace.untouched if name in params and params[name].numel()]
-        if wrong:
-            raise refitd.RefusedError(
-                f"{len(wrong)} weights of the engine would not be kept up to date: {'; '.join(wrong[:5])}; serve the "
-                "model unquantised, and offer all of its weights"
-            )
+        offered = client.tensors(settings.model, timeout=settings.timeout_s)
+        own = self._own
         if settings.check:
-            shapes = {name: (tuple(t.shape), t.dtype) for name, t in _tensors(settings.checkpoint)}
-            refitd.check_layout(refitd.trace_loader(held, load, shapes), held, _tensors(settings.checkpoint))
-        return self._client.register_target(
+            own = own or {name: (tuple(t.shape), t.dtype) for name, t in _tensors(settings.checkpoint)}
+            check_shapes(own, offered)
+        trace = refitd.trace_loader(held, load, offered, owner_rank=rank)
+        check_covered(trace, params)
+        if settings.check and not self._own:  # later the engine holds other versions than its checkpoint's
+            refitd.check_layout(refitd.trace_loader(held, load, own), held, _tensors(settings.checkpoint))
+        self._own = own
+        return client.register_target(
             settings.model,
             {name: held[name].data for name in trace.metadata},
             replica=replica,
@@ -148,8 +157,9 @@ def take_over(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.T
     # the model is what lives as long as the engine
     engine = model.__dict__.get("_refitd")
     if engine is None:
-        settings = json.loads(bytes(sent["refitd.settings"].tolist()))
-        engine = model.__dict__["_refitd"] = Engine(model, Settings.of(settings))
+        engine = Engine(model, Settings.of(json.loads(bytes(sent["refitd.settings"].tolist()))))
+    engine.bind()
+    model.__dict__["_refitd"] = engine
     if (version := int(sent["refitd.version"].item())) >= 0:
         engine.wait(version)
 
@@ -217,7 +227,8 @@ class Follower:
         self._given = given
         self._steps = 0  # from the process's start: the same on all ranks
         self._engine: Engine | None = None
-        self._tried, self._refused = float("-inf"), False
+        self._target: refitd.Target | None = None
+        self._next_try, self._refused = float("-inf"), ""
 
     def before_batch(self, scheduler: Any, *_: Any, **__: Any) -> None:
         """Commit what is pending; CommitError ends the scheduler, whose weights are parts of two versions."""
@@ -229,27 +240,29 @@ class Follower:
         self._attend(scheduler, self._steps + 1, begin=False)
 
     def _attend(self, scheduler: Any, step: int, *, begin: bool) -> None:
-        if self._engine is None and (self._refused or time.monotonic() - self._tried < TRY_AGAIN_S):
+        if self._target is None and time.monotonic() < self._next_try:
             return
+        pause_s = TRY_AGAIN_S
         try:
-            if self._engine is None:
-                self._tried = time.monotonic()
-                self._engine = self._bound(scheduler)
-            if self._engine is not None:
-                self._engine.poll(step, begin)
-        except refitd.TransportError as exc:  # PeerLost is one
-            log.warning("refitd: no daemon at present: %s; this engine serves what it has", exc)
-            engine, self._engine = self._engine, None
-            if engine is not None:
-                engine.close()
+            if self._target is None:
+                self._target = self._bound(scheduler)
+            if self._target is not None:
+                self._target.poll(step=step, begin=begin)
+                return
         except refitd.CommitError:
             raise
+        except refitd.TransportError as exc:  # PeerLost is one
+            log.warning("refitd: no daemon at present: %s; this engine serves what it has", exc)
         except refitd.RefitdError as exc:
-            log.error("refitd: this engine is not refitted: %s", exc)
-            self._refused = self._engine is None
+            if str(exc) != self._refused:
+                log.error("refitd: this engine is not refitted: %s; it serves what it has, and tries again", exc)
+            self._refused, pause_s = str(exc), REFUSED_AGAIN_S
+        self._target, self._next_try = None, time.monotonic() + pause_s
+        if self._engine is not None:
+            self._engine.let_go()  # evicted, say: it has to register anew
 
-    def _bound(self, scheduler: Any) -> Engine | None:
-        """Return the engine, None while no trainer has registered: the scheduler must not wait for one."""
+    def _bound(self, scheduler: Any) -> refitd.Target | None:
+        """Return the registration, None while no trainer has registered: the scheduler must not wait for one."""
         settings = Settings.of({"checkpoint": scheduler.server_args.model_path, **self._given})
         if not scheduler.server_args.disable_radix_cache:
             raise refitd.RefusedError(
@@ -259,7 +272,8 @@ class Follower:
             found = next((m for m in client.status().models if m.model == settings.model), None)
             if found is None or not found.sources or len(found.sources) < found.source_world_size:
                 return None
-        return Engine(scheduler.tp_worker.model_runner.model, settings)
+        self._engine = self._engine or Engine(scheduler.tp_worker.model_runner.model, settings)
+        return self._engine.bind()
 
 
 # --- what both need ----------------------------------------------------------------------------------------

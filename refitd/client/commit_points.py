@@ -34,19 +34,17 @@ class CommitPoints:
         """Count a poll; return the commit due in it, or None."""
         state = self._state
         with state.lock:
-            if step is not None and not begin and state.prepare is None:
-                state.steps.count(max(0, step - 1))  # never `step`: a report must not say that the step has begun
-                return None
+            state.steps.count(step, begin=begin)
             try:
-                return self._counted(step)
+                return self._due()
             finally:
                 if step is not None and not begin:
                     state.steps.stay()
 
-    def _counted(self, step: int | None) -> local.PrepareCommit | None:
+    def _due(self) -> local.PrepareCommit | None:
+        """Return the commit due in the poll that was counted, once it is known whether it is."""
         state = self._state
         with state.lock:
-            state.steps.count(step)
             prepare = state.prepare
             if prepare is None or not prepare.lockstep or prepare.swap == state.ended:
                 return prepare

@@ -134,7 +134,7 @@ class Line:
                 if not connection.is_awaited or time.monotonic() >= deadline:
                     raise
             except TransportError as exc:
-                if exc.code != TransportError.code or time.monotonic() >= deadline:
+                if exc.code != TransportError.code or time.monotonic() + RETRY_S >= deadline:
                     raise
                 time.sleep(RETRY_S)
 

@@ -110,9 +110,12 @@ class Source:
             RefusedError: the version is not newer than the last one, the tensors cannot be pulled as requested, or one
                 is not as registered (see `publish`).
             DeadlineExceeded: no slot became free in time.
+            TransportError: as for `publish`.
         """
         version, timeout = whole("version", version), seconds("timeout", timeout)
-        connection = self._line.steady(timeout)
+        return self._line.lasting(timeout, lambda connection, left: self._lend_now(connection, version, left))
+
+    def _lend_now(self, connection: Connection, version: int, timeout: float) -> Lease:
         self._check_open()
         if self._follow() and not self._pulls and self._is_measured:
             self._lending = None  # the measurement was of other memory

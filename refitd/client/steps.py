@@ -20,28 +20,31 @@ class PollSteps:
         self._flip_origin = ""
         self._thread = 0
 
-    def count(self, step: int | None) -> None:
-        """Count a poll: the caller's number, or the next one.
+    def count(self, step: int | None, *, begin: bool = True) -> None:
+        """Count a poll: the caller's number, or the next one. 0 is before the first poll, also of a caller's step 0.
+
+        Without `begin` the caller's step does not begin with this poll, so the rank may poll before it again.
 
         Raises:
             RefusedError: the caller's numbers go down.
         """
         if step is None:
-            step = self._step + 1
             self._origin = "" if self._origin == CALLERS_STEP else self._origin
-        elif self._origin == CALLERS_STEP and step < self._step:
+            self._step += 1
+        elif self._origin == CALLERS_STEP and step + begin < self._step:
             raise RefusedError(
-                f"step is {step}, after {self._step} in the poll before; give a number that only goes up, and is the "
-                "same on all ranks of the replica"
+                f"step is {step}, after {self._step - 1} in the poll before; give a number that only goes up, and is "
+                "the same on all ranks of the replica"
             )
         else:
             self._origin = CALLERS_STEP
-        self._step, self._thread = step, threading.get_ident()
+            self._step = step + 1
+        self._thread = threading.get_ident()
 
     def stay(self) -> None:
-        """Uncount a poll with `begin=False`: its step has not begun, so the rank may poll before it again."""
+        """Uncount a poll of the caller's step that does not begin with it."""
         if self._origin == CALLERS_STEP:
-            self._step = max(0, self._step - 1)
+            self._step -= 1
 
     def decided(self) -> None:
         """Note that a version is decided; the poll to commit it in is not known yet."""

@@ -42,14 +42,16 @@ class AbsentRanks:
         if member.added.role == "target":
             self._ranks[_rank_of(member)] = _Absent(member.node, member.id, until)
 
-    def registered(self, member: Member) -> None:
-        """Note that a rank is reachable again: this coordinator now renews its permit.
+    def registered(self, member: Member) -> bool:
+        """Note that a rank is reachable again: this coordinator now renews its permit. Return whether it was absent.
 
         A rank of the same name on another daemon is another process; the unreachable one may still serve.
         """
         found = self._ranks.get(_rank_of(member))
-        if found is not None and found.node == member.node and found.member in ("", member.id):
+        is_same = found is not None and found.node == member.node and found.member in ("", member.id)
+        if is_same:
             del self._ranks[_rank_of(member)]
+        return is_same
 
     @property
     def awaits_any(self) -> bool:

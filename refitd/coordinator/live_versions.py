@@ -10,9 +10,10 @@ from refitd.coordinator.journals.base import MAX_SEQUENCE
 from refitd.coordinator.records import LiveVersion, Recovered
 from refitd.protocol.cluster import LiveClaim
 
-# Daemons register within about a second of each other. A coordinator whose journal is new, that daemons know more than,
-# or that misses ranks which an earlier one knew, waits this long after the first of them before it begins a swap.
-SETTLE_S = 3.0
+# Daemons register within about a second of each other; one that has missed its coordinator's goodbye is 5 s behind
+# those that heard it. A coordinator whose journal is new, that daemons know more than, or that misses ranks which an
+# earlier one knew, waits this long after the first of them before it begins a swap.
+SETTLE_S = 6.0
 
 # Limit on decided swaps remembered from daemons; late ranks ask about one of the last.
 KEPT_DECISIONS = 4096

@@ -28,7 +28,7 @@ from refitd.coordinator.journals.etcd import EtcdJournal
 from refitd.coordinator.journals.file import FileJournal
 from refitd.coordinator.journals.gateway import NotReached
 from refitd.coordinator.journals.lead import Lead
-from refitd.coordinator.plans import make_plan
+from refitd.coordinator.plans import PlanMemory, make_plan
 from refitd.coordinator.records import SwapRecord
 from refitd.coordinator.rosters import ShardRead
 from refitd.coordinator.standby import cluster_of, wait_to_lead
@@ -37,7 +37,6 @@ from refitd.errors import CommitError, ConfigError, PlanError, ProtocolError, Re
 from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle, setup
 from refitd.metrics import opened
-from refitd.plan.remembered import Remembered
 from refitd.protocol import cluster
 from refitd.protocol.background import LARGE_FRAME, BackgroundThread
 from refitd.protocol.base import MAX_MESSAGE_BYTES
@@ -100,7 +99,7 @@ class CoordinatorShell:
         self._told_r, self._told_w = told
         self._reader = BackgroundThread[Received]("refitd-reader", self._told)
         self._planner = BackgroundThread[int]("refitd-planner", self._told)
-        self._remembered = Remembered()  # only the planner uses it
+        self._memory = PlanMemory()  # only the planner uses it
         self._answers = BackgroundThread[tuple[bytes, int]]("refitd-answers", self._told)
         # by identity: messages that a node sent after a large one that is still being read
         self._held: dict[bytes, deque[Received]] = {}
@@ -328,7 +327,7 @@ class CoordinatorShell:
         ticket = asked.ticket
         try:
             cables = cables_for(asked.cluster, (roster.node for roster in asked.rosters))
-            plan = make_plan(asked.rosters, self._remembered, may_relay=asked.may_relay, last=asked.last, cables=cables)
+            plan = make_plan(asked.rosters, self._memory, may_relay=asked.may_relay, last=asked.last, cables=cables)
             return act.Planned(ticket, plan)
         except RefitdError as exc:
             return act.Planned(ticket, None, exc)

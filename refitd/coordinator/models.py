@@ -72,6 +72,11 @@ class Running:
         """Whether its version is already live."""
         return live is not None and live.is_at(self.version, self.run)
 
+    def look_again(self, now: float) -> None:
+        """Have a held decision considered anew: a rank that it waits for is reachable."""
+        if self.held_until is not None:
+            self.held_until = min(self.held_until, now)
+
     def is_due(self, now: float) -> bool:
         """Whether the held decision can be written now, before the deadline."""
         held = self.held_until is not None and self.swap.phase is Phase.STAGED

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import xxhash
 
 from refitd.caches import BoundedCache
-from refitd.plan.table import PlanTable
+from refitd.plan.parts import Parted
 from refitd.protocol.cluster import EpochPart, EpochPlan, PlanPart
 from refitd.protocol.codec import digest_of, pack
 
@@ -46,9 +47,22 @@ class HeldParts:
         self._digests.clear()
 
 
-def packed_tables(tables: Sequence[PlanTable]) -> tuple[Packed, ...]:
-    """Return the parts of a table as they travel."""
-    return tuple(_packed(PlanPart(table.to_wire())) for table in tables)
+class PackedParts:
+    """Packs the parts of tables; what it has packed lately is not packed again."""
+
+    def __init__(self) -> None:
+        self._packed: BoundedCache[bytes, Packed] = BoundedCache(MAX_HELD)
+
+    def of(self, table: Parted[Any]) -> tuple[Packed, ...]:
+        """Return the parts of a table as they travel."""
+        found = []
+        for number, content in enumerate(table.contents()):
+            packed = self._packed.get(content)
+            if packed is None:
+                packed = _packed(PlanPart(table.part(number).to_wire()))
+                self._packed.put(content, packed)
+            found.append(packed)
+        return tuple(found)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

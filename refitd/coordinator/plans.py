@@ -13,7 +13,7 @@ import xxhash
 
 from refitd.caches import BoundedCache
 from refitd.coordinator.membership import Model
-from refitd.coordinator.plan_parts import HeldParts, Packed, PackedEpoch, packed_tables
+from refitd.coordinator.plan_parts import HeldParts, Packed, PackedEpoch, PackedParts
 from refitd.coordinator.rosters import Registered
 from refitd.describe.roster import Roster
 from refitd.offline.clusters import ClusterSpeeds
@@ -22,11 +22,11 @@ from refitd.plan.cables import EQUAL, Cables, loads_of
 from refitd.plan.columns import Ints, distinct
 from refitd.plan.cost import Traffic, traffic_of
 from refitd.plan.fills import FillTable
-from refitd.plan.onward import source_boxes, split
-from refitd.plan.parts import Parted, Uses, assembled, parted
+from refitd.plan.parts import Parted, Uses
 from refitd.plan.regions import Regions
-from refitd.plan.relays import Relays, relayed
+from refitd.plan.relays import Relays
 from refitd.plan.remembered import Remembered
+from refitd.plan.routes import Placed, routes_of
 from refitd.plan.shared import GlobalPlan
 from refitd.plan.table import CopyTable, CrossingTable, PlanTable
 from refitd.protocol.cluster import EpochPlan, LoadPlan
@@ -49,7 +49,7 @@ T = TypeVar("T", bound=PlanTable)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Routed:
-    """A plan's copies and fills by where they run, in parts, and each node's share of them.
+    """A plan's copies and fills by where they run, in parts, and each node's share of them (refitd.plan.routes).
 
     Attributes:
         node_of: plan-wide rank -> node.
@@ -57,8 +57,8 @@ class Routed:
         links: bytes that cross between nodes in one swap, by (source node, target node).
         cables: the speeds that decided.
         inner: copies within a node, and which of their uses each node has; likewise
-        crossing: between nodes (refitd.plan.relays),
-        onward: within a node, of what has crossed (refitd.plan.onward),
+        crossing: between nodes,
+        onward: within a node, of what has crossed,
         fills: constants.
     """
 
@@ -76,30 +76,42 @@ class Routed:
 class Shared(Generic[T]):
     """A table in parts, as they travel, and the uses that make up each node's rows."""
 
-    kind: type[T]
-    parted: Parted[T]
+    table: Parted[T]
     packed: tuple[Packed, ...]
     uses: dict[str, Ints]
 
     @staticmethod
-    def of(table: T, nodes: Sequence[str], src: Ints, dst: Ints) -> Shared[T]:
-        """Share out a table; `src` and `dst` are the numbers of the nodes where each row begins and ends."""
-        found = parted(table)
-        uses = _by_node(len(nodes), src[found.first], dst[found.first])
-        return Shared(type(table), found, packed_tables(found.parts), dict(zip(nodes, uses, strict=True)))
+    def of(placed: Placed[T], nodes: Sequence[str], parts: PackedParts) -> Shared[T]:
+        """Share out a table among nodes, by number."""
+        uses = _by_node(len(nodes), placed.src, placed.dst)
+        return Shared(placed.table, parts.of(placed.table), dict(zip(nodes, uses, strict=True)))
 
     def at(self, node: str) -> Uses:
         """Return the uses that make up a node's rows."""
-        return self.parted.uses.select(self.uses[node])
+        return self.table.uses.select(self.uses[node])
 
     def rows(self, node: str) -> T:
         """Return a node's rows, put together."""
-        return assembled(self.kind, self.at(node), self.parted.parts).with_own_names()
+        return self.table.rows_of(self.uses[node])
+
+
+class PlanMemory:
+    """What a planner remembers of the plans before. Whoever plans again and again owns one.
+
+    Attributes:
+        descriptions: what was found of descriptions.
+        parts: the parts that were packed.
+    """
+
+    def __init__(self) -> None:
+        self.descriptions = Remembered()
+        self.parts = PackedParts()
 
 
 def routed(
     plan: GlobalPlan,
     node_of: dict[int, str],
+    parts: PackedParts,
     *,
     may_relay: bool,
     last: Collection[str] = (),
@@ -109,35 +121,21 @@ def routed(
 
     With `may_relay`, nodes may pass on what they have received, those of `last` after all others.
     """
-    table, names = plan.table, sorted(set(node_of.values()))
-    number = {name: i for i, name in enumerate(names)}
-    at = np.zeros(1 + max(node_of, default=0), np.int64)
-    at[list(node_of)] = [number[name] for name in node_of.values()]
-    crosses = at[table.src_rank] != at[table.dst_rank]
-    box = plan.shared.expanded(source_boxes(plan.shared.rows))
-    inner = table.select(~crosses)
-    direct, first, onward = split(table.select(crosses), box[crosses], node_of)
-    crossing, relays = CrossingTable.of(direct), Relays()
-    if may_relay:
-        crossing, relays = relayed(direct, box[crosses][first], node_of, last=last, cables=cables)
-    src, dst, fills = at[crossing.src_rank], at[crossing.dst_rank], plan.fills
-    link, which = np.unique(src * len(names) + dst, return_inverse=True)
-    moved = np.bincount(which, weights=crossing.row_bytes, minlength=len(link)).astype(np.int64).tolist()
-    links = [(names[key // len(names)], names[key % len(names)]) for key in link.tolist()]
+    routes = routes_of(plan.shared, node_of, may_relay=may_relay, last=last, cables=cables)
     return Routed(
         node_of,
-        relays,
-        dict(zip(links, moved, strict=True)),
+        routes.relays,
+        routes.links,
         cables,
-        Shared.of(inner, names, at[inner.src_rank], at[inner.dst_rank]),
-        Shared.of(crossing, names, src, dst),
-        Shared.of(onward, names, at[onward.src_rank], at[onward.dst_rank]),
-        Shared.of(fills, names, at[fills.rank], at[fills.rank]),
+        Shared.of(routes.inner, routes.nodes, parts),
+        Shared.of(routes.crossing, routes.nodes, parts),
+        Shared.of(routes.onward, routes.nodes, parts),
+        Shared.of(routes.fills, routes.nodes, parts),
     )
 
 
 def _by_node(nodes: int, src: Ints, dst: Ints) -> list[Ints]:
-    """Return, for each node, the rows that begin or end there, ascending."""
+    """Return, for each node, the uses that begin or end there, ascending."""
     others = np.flatnonzero(src != dst)
     node = np.concatenate([dst, src[others]])
     row = np.concatenate([np.arange(len(dst)), others])
@@ -278,7 +276,7 @@ class PlanCache:
 
 def make_plan(
     rosters: Sequence[Roster],
-    remembered: Remembered | None = None,
+    memory: PlanMemory | None = None,
     *,
     may_relay: bool = True,
     last: Collection[str] = (),
@@ -290,9 +288,10 @@ def make_plan(
         PlanError: names every problem found.
     """
     started = time.perf_counter()
-    plan = plan_copies(rosters, remembered, cables)
+    memory = memory or PlanMemory()
+    plan = plan_copies(rosters, memory.descriptions, cables)
     node_of = {roster.rank: roster.node for roster in rosters}
-    found = routed(plan, node_of, may_relay=may_relay, last=last, cables=cables)
+    found = routed(plan, node_of, memory.parts, may_relay=may_relay, last=last, cables=cables)
     return LoadedPlan(
         plan.digest,
         traffic_of(plan),

@@ -120,7 +120,8 @@ class Registrations:
             self._replace(one, member, now)
         self._lives.keep(added.model)
         self._members[member.id] = member
-        self._absent.registered(member)
+        if self._absent.registered(member) and state.running is not None:
+            state.running.look_again(now)
         self._drains.registered(added.model, added.replica, member.node)
         self._swaps.preparation.members_changed(state)
         self._log("registered", model=added.model, member=member.id, who=member.describe(), bytes=nbytes)

@@ -28,7 +28,7 @@ from refitd.plan.match import Match, match
 from refitd.plan.ops import ReshardPlan
 from refitd.plan.read_rosters import read_rosters
 from refitd.plan.regions import regions_of
-from refitd.plan.remembered import Found, Remembered
+from refitd.plan.remembered import Found, KeptRows, Remembered
 from refitd.plan.replicas import Demands, Shares, choose_sources
 from refitd.plan.shared import GlobalPlan, SharedPlan
 from refitd.plan.validate import shared_violations
@@ -65,8 +65,8 @@ def _planned(rosters: Sequence[Roster], remembered: Remembered, cables: Cables) 
         known = _found(rosters)
         remembered.keep(rosters, known)
     layouts, found = known.layouts, known.match
-    shared = _shared_plan(layouts, found, _shares(layouts, found, _speeds(rosters, cables)))
-    if wrong := shared_violations(shared, layouts):
+    shared = _shared_plan(layouts, found, _shares(layouts, found, _speeds(rosters, cables)), known.rows)
+    if wrong := shared_violations(shared, layouts, known.proof):
         raise PlanError(wrong)
     return GlobalPlan(shared, found.unused, found.is_lcm, shared.digest(), regions_of(layouts, known.held)), layouts
 
@@ -137,9 +137,12 @@ def _members(side: Side) -> tuple[Ints, Ints]:
     return offsets_of(side.rank_class[order], side.classes), order
 
 
-def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted) -> SharedPlan:
-    """Join the pieces that each pair of ranks exchanges into rows; pairs with equal copies share their rows."""
-    pieces, holdings, classes = found.pieces, found.holdings, max(1, layouts.source.classes)
+def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted, known: KeptRows) -> SharedPlan:
+    """Join the pieces that each pair of ranks exchanges into rows; pairs with equal copies share their rows.
+
+    Rows of the same pieces as before are those that are `known`.
+    """
+    pieces = found.pieces
     order = np.lexsort((allotted.low, allotted.src, allotted.dst))
     src, dst, low, high = (column[order] for column in (allotted.src, allotted.dst, allotted.low, allotted.high))
     # a job is everything that one rank sends to another; pieces determine the destination's class, so that jobs with
@@ -156,13 +159,33 @@ def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted) -> SharedP
     rank_of_kind[by_example] = np.arange(len(example))
     example, kind = example[by_example], rank_of_kind[kind]
 
-    run_count = np.diff(np.append(job_start, len(src)))
-    owner, at = ranges(job_start[example], run_count[example])
-    inner, piece = ranges(low[at], high[at] - low[at])
+    run_count = np.diff(np.append(job_start, len(src)))[example]
+    owner, at = ranges(job_start[example], run_count)
+    runs = (owner, low[at], high[at], job_class[example])
+    rows = known.made_of(runs)
+    if rows is None:
+        rows = _rows(layouts, found, *runs)
+        known.keep(runs, rows)
+    return SharedPlan(
+        tensors=layouts.tensors,
+        locals=layouts.locals,
+        rows=rows,
+        row_start=offsets_of(rows.owner, len(example)),
+        job_rows=kind,
+        job_src=layouts.ranks[src[job_start]],
+        job_dst=layouts.ranks[dst[job_start]],
+        fills=shared_fills(layouts),
+    )
+
+
+def _rows(layouts: Layouts, found: Match, owner: Ints, low: Ints, high: Ints, source_class: Ints) -> Rows:
+    """Return the rows of runs of pieces low:high; owner o reads the tensors of a class."""
+    pieces, holdings, classes = found.pieces, found.holdings, max(1, layouts.source.classes)
+    inner, piece = ranges(low, high - low)
     owner = owner[inner]
-    holding = find(holdings.key, pieces.spot[piece] * classes + job_class[example][owner])
+    holding = find(holdings.key, pieces.spot[piece] * classes + source_class[owner])
     stride = holdings.stride[holding]
-    rows = coalesced(
+    return coalesced(
         Rows(
             owner=owner,
             tensor=pieces.tensor[piece],
@@ -177,14 +200,4 @@ def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted) -> SharedP
             dst_offset=pieces.offset[piece],
             dst_stride=pieces.stride[piece],
         )
-    )
-    return SharedPlan(
-        tensors=layouts.tensors,
-        locals=layouts.locals,
-        rows=rows,
-        row_start=offsets_of(rows.owner, len(example)),
-        job_rows=kind,
-        job_src=layouts.ranks[src[job_start]],
-        job_dst=layouts.ranks[dst[job_start]],
-        fills=shared_fills(layouts),
     )

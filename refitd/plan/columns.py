@@ -12,6 +12,7 @@ import xxhash
 
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
+Bools = npt.NDArray[np.bool_]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -90,6 +91,22 @@ def numbered(keys: npt.NDArray[Any]) -> tuple[Ints, Ints]:
     """Number distinct keys: returns (index of one row per distinct key, number of each row's key)."""
     _, first, number = np.unique(keys, return_index=True, return_inverse=True)
     return first.astype(np.int64), number.astype(np.int64)
+
+
+def numbered_lists(values: Ints, start: Ints) -> tuple[Ints, Ints]:
+    """Number distinct lists of which none is empty: list i is values[start[i] : start[i + 1]], the last one the rest.
+
+    Returns (index of one list per distinct one, number of each list), as `numbered` does.
+    """
+    if not len(start):
+        return start, start
+    count = np.diff(np.append(start, len(values)))
+    nth = np.arange(len(values)) - np.repeat(start, count)
+    example, number = numbered(np.add.reduceat(hashed([values, nth]), start))
+    alike = example[number]
+    if (count == count[alike]).all() and (values == values[np.repeat(start[alike], count) + nth]).all():
+        return example, number
+    return np.arange(len(start)), np.arange(len(start))  # two lists of one hash: as if no two were equal
 
 
 def distinct(keys: npt.NDArray[Any]) -> npt.NDArray[Any]:

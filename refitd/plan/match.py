@@ -21,6 +21,7 @@ from refitd.plan.columns import Hashes, Ints, distinct, find, hashed, mixed, num
 from refitd.plan.intersect import intersect
 from refitd.plan.layouts import Layouts, Side
 from refitd.plan.lcm import lcm_tiling
+from refitd.text import nearest
 
 Flags = npt.NDArray[np.bool_]
 
@@ -306,14 +307,28 @@ def _expanded(tiles: _Tiles, pattern: Ints, sorted_key: Ints, layouts: Layouts) 
     return chosen[owner], at
 
 
+# Of how many tensors without a source the nearest names are told, and with how many names each is compared: planning
+# must not take seconds over a model of which nothing matches.
+NEAREST_OF, COMPARED = 5, 500
+
+
 def _unsourced(layouts: Layouts, wanted: _Tiles, is_held: Flags) -> list[str]:
     tensors, first = np.unique(wanted.tensor[~is_held[wanted.tensor]], return_index=True)
     rows = np.flatnonzero(~is_held[wanted.tensor])[first]
+    held = [layouts.tensors[tensor] for tensor in np.flatnonzero(is_held).tolist()] if len(rows) else []
     return [
-        f"{layouts.tensors[tensor]}: {_who(layouts, layouts.destination, wanted, row)} wants it and no source has "
-        "it; check the names, or pipeline and expert numbering, of the source"
-        for tensor, row in zip(tensors.tolist(), rows.tolist(), strict=True)
+        f"{layouts.tensors[tensor]}: {_who(layouts, layouts.destination, wanted, row)} wants it and no source has it"
+        f"{_alike(layouts.tensors[tensor], held) if nth < NEAREST_OF else ''}; check the names, or pipeline and expert "
+        "numbering, of the source"
+        for nth, (tensor, row) in enumerate(zip(tensors.tolist(), rows.tolist(), strict=True))
     ]
+
+
+def _alike(name: str, held: list[str]) -> str:
+    if len(held) > COMPARED:
+        held = [other for other in held if other.rpartition(".")[2] == name.rpartition(".")[2]][:COMPARED]
+    close = ", ".join(nearest(name, held))
+    return f" (nearest: {close})" if close else ""
 
 
 def _gaps(layouts: Layouts, wanted: _Tiles, pattern: Ints, missing: dict[int, int]) -> list[str]:

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
+import xxhash
 
-from refitd.plan.columns import Ints, hashed, mixed, numbered, ranges
+from refitd.plan.columns import Ints, distinct, ranges
 from refitd.plan.fills import FillTable
 from refitd.plan.shared import PLACE_BITS
 from refitd.plan.table import NAMED_BY, NAMES, CopyTable, CrossingTable, Int32, PlanTable
 
-_PLACE = (1 << PLACE_BITS) - 1
-
-Column = npt.NDArray[Any]
 T = TypeVar("T", bound=PlanTable)
 
 
@@ -75,64 +73,48 @@ class Parted(Generic[T]):
     """A table in parts. In a part, ranks are positions among the ranks of a use, and task ids are places alone.
 
     Attributes:
-        parts: tables with names of their own.
-        uses: the table as uses of them.
-        first: the row of the table that each use begins with, shape [uses].
+        rows: the rows of all parts.
+        start: part i has rows start[i] : start[i + 1], shape [parts + 1].
+        uses: the table as uses of its parts.
     """
 
-    parts: tuple[T, ...]
+    rows: T
+    start: Ints
     uses: Uses
-    first: Ints
 
+    @staticmethod
+    def of(rows: T, start: Ints, part: Ints, count: Ints, ranks: Ints, path: Ints, hop: Ints) -> Parted[T]:
+        """Return a table of parts that are used as the other columns say (Uses)."""
+        return Parted(rows, start, Uses(*(column.astype(np.int32) for column in (part, count, path, hop, ranks))))
 
-def parted(table: T) -> Parted[T]:
-    """Return a table in parts: one for each pair of ranks, hop of a path, or rank that fills, and equal ones once.
+    def __len__(self) -> int:
+        return len(self.start) - 1
 
-    Rows of one pair, hop or rank that do not follow each other make several uses.
-    """
-    columns = _rank_columns(table)
-    ranks = [getattr(table, name) for name in columns]
-    path, hop = (getattr(table, name, np.zeros(len(table), np.int32)) for name in ("path", "hop"))
-    differs = np.logical_or.reduce([np.diff(column) != 0 for column in ranks]) & (path[1:] == 0)
-    opens = np.concatenate([[True], differs | (np.diff(path) != 0) | (np.diff(hop) != 0)])[: len(table)]
-    first = np.flatnonzero(opens)
-    end = np.append(first[1:], len(table))
-    positions = [np.full(len(table), i, np.int32) for i in range(len(ranks))]
-    of_use = np.column_stack([column[first] for column in ranks]).tolist()
-    for use in np.flatnonzero(path[first] > 0).tolist():
-        rows = slice(first[use], end[use])
-        used, at = np.unique(np.concatenate([column[rows] for column in ranks]), return_inverse=True)
-        of_use[use] = used.tolist()
-        for position, found in zip(positions, np.split(at.reshape(-1), len(ranks)), strict=True):
-            position[rows] = found
-    plain = _without_ranks(table, dict(zip(columns, positions, strict=True)))
-    example, part = _alike(_columns(plain), first, end)
-    uses = Uses(
-        part=part.astype(np.int32),
-        count=np.array([len(each) for each in of_use], np.int32),
-        path=path[first],
-        hop=hop[first],
-        ranks=np.array([rank for each in of_use for rank in each], np.int32),
-    )
-    parts = tuple(plain.select(slice(first[use], end[use])).with_own_names() for use in example.tolist())
-    return Parted(parts, uses, first)
+    def part(self, number: int) -> T:
+        """Return a part, with only the names that its rows use."""
+        return self.rows.select(slice(int(self.start[number]), int(self.start[number + 1]))).with_own_names()
 
+    def contents(self) -> list[bytes]:
+        """Return a digest of each part's content: its rows, and all names. Equal parts of other names differ."""
+        rows, names = self.rows, xxhash.xxh3_128(type(self.rows).__name__.encode())
+        for name in NAMES:
+            names.update(repr(getattr(rows, name, None)).encode())
+        columns = [value for f in fields(rows) if isinstance(value := getattr(rows, f.name), np.ndarray)]
+        matrix = np.column_stack([column.astype("<i8") for column in columns])
+        names.update(repr(matrix.shape[1]).encode())
+        bounds, named = self.start.tolist(), names.digest()
+        return [named + xxhash.xxh3_128_digest(matrix[first:end].data) for first, end in pairwise(bounds)]
 
-def _alike(columns: Sequence[Column], first: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """Return (an example of each part, the part of each use), for uses of rows first:end of these columns."""
-    if not len(first):
-        return first, first
-    count = end - first
-    nth = np.arange(end[-1]) - np.repeat(first, count)
-    example, part = numbered(np.add.reduceat(mixed(hashed(columns) ^ mixed(nth)), first))
-    alike = example[part]
-    same = bool((count == count[alike]).all())
-    if same:
-        row = np.repeat(first[alike], count) + nth
-        same = all(np.array_equal(column, column[row]) for column in columns)
-    if not same:  # two contents of one hash: as if no two uses were alike
-        return np.arange(len(first)), np.arange(len(first))
-    return example, part
+    def rows_of(self, uses: Ints) -> T:
+        """Return the rows of some uses, in their order, with only the names that they use."""
+        some = self.uses.select(uses)
+        used = distinct(some.part)
+        parts = [self.part(number) for number in used.tolist()]
+        return assembled(type(self.rows), some.with_parts(np.searchsorted(used, some.part)), parts).with_own_names()
+
+    def whole(self) -> T:
+        """Return all rows, put together."""
+        return self.rows_of(np.arange(len(self.uses)))
 
 
 def assembled(kind: type[T], uses: Uses, parts: Sequence[T]) -> T:
@@ -167,19 +149,6 @@ def assembled(kind: type[T], uses: Uses, parts: Sequence[T]) -> T:
 
 def _rank_columns(table: PlanTable) -> tuple[str, ...]:
     return ("rank",) if isinstance(table, FillTable) else ("src_rank", "dst_rank")
-
-
-def _without_ranks(table: T, positions: dict[str, Any]) -> T:
-    changes = dict(positions)
-    if isinstance(table, CopyTable):
-        changes["task_id"] = table.task_id & _PLACE
-    if isinstance(table, CrossingTable):
-        changes |= {name: np.zeros(len(table), np.int32) for name in ("path", "hop")}
-    return replace(table, **changes)
-
-
-def _columns(table: PlanTable) -> list[Column]:
-    return [value for f in fields(table) if isinstance(value := getattr(table, f.name), np.ndarray)]
 
 
 def _joined(kind: type[T], parts: Sequence[T]) -> T:

@@ -12,15 +12,14 @@ So paths end with the nodes whose sending would take longest, and slow receivers
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from refitd.plan.cables import EQUAL, Cables, Floats
-from refitd.plan.columns import Ints, distinct, hashed, mixed, numbered
-from refitd.plan.table import CopyTable, CrossingTable
+from refitd.plan.columns import Bools, Ints, distinct, numbered, numbered_lists, offsets_of, range_values, ranges
+from refitd.plan.deliveries import Deliveries
 
 # A path is cut into about this many messages, as far as a message may be so small (copy_services/packed.py).
 MESSAGES = 64
@@ -59,8 +58,38 @@ class Relays:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Moves:
+    """What crosses, in the order in which nodes send and receive it.
+
+    Move i brings to a node the lots of set `lots[i]` that its delivery has: from the delivery's source, or, on a path,
+    from the node to which another delivery of that source goes. Moves on no path come first.
+    """
+
+    delivery: Ints  # [n]
+    before: (
+        Ints  # [n] the delivery that has been received where this one comes from; -1: none, it comes from the source
+    )
+    lots: Ints  # [n] number of a set of lots
+    path: Ints  # [n] 0 for none
+    hop: Ints  # [n] relays before it on its path
+    set_start: Ints  # [sets + 1] into `set_lots`
+    set_lots: Ints  # the lots of all sets, end to end, those of each ascending
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Loads:
+    """Lots that one source has, and that the same nodes need: sorted by (family, source)."""
+
+    family: Ints  # [n]
+    src: Ints  # [n] rank
+    lots: Ints  # [n] number of a set of lots
+    set_start: Ints  # as in Moves
+    set_lots: Ints
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class _Family:
-    """Source boxes on one node that the same other nodes need. `boxes` are numbers of boxes.
+    """Loads of one node that the same other nodes need.
 
     `nodes` are in the order in which a path goes over them, but for its end: those that come last, then slow receivers
     after fast ones.
@@ -70,7 +99,6 @@ class _Family:
 
     source: int
     nodes: Ints
-    boxes: Ints
     nbytes: int
     is_small: bool
 
@@ -91,10 +119,6 @@ class _Chains:
         """The nodes that pass something on: all but the last of each chain."""
         return np.delete(self.nodes, self.start[1:] - 1)
 
-    def each(self) -> list[Ints]:
-        """Return the nodes of each chain."""
-        return np.split(self.nodes, self.start[1:-1])
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Forecast:
@@ -112,82 +136,99 @@ class _Nodes:
     names: list[str]
     send: Floats
     receive: Floats
-    is_last: npt.NDArray[np.bool_]
+    is_last: Bools
+
+
+def direct(found: Deliveries) -> Moves:
+    """Return deliveries as moves that all come from their sources."""
+    none, lots = np.zeros(len(found), np.int64), np.arange(len(found.patterns.lot_bytes))
+    return Moves(np.arange(len(found)), none - 1, none, none, none, np.array([0, len(lots)]), lots)
 
 
 def relayed(
-    table: CopyTable,
-    box: Ints,
-    node_of: Mapping[int, str],
+    found: Deliveries,
+    at: Ints,
+    names: list[str],
     least_bytes: int = LEAST_BYTES,
     last: Collection[str] = (),
     cables: Cables = EQUAL,
-) -> tuple[CrossingTable, Relays]:
-    """Return rows that move the same over paths, where that is faster; and the decision.
+) -> tuple[Moves, Relays]:
+    """Return the moves of deliveries, over paths where that is faster; and the decision.
 
     Args:
-        table: rows that cross between nodes; each source box crosses to a node at most once (refitd.plan.onward).
-        box: each row's source box (refitd.plan.onward.source_boxes), shape [n].
-        node_of: rank -> node.
+        found: the deliveries.
+        at: number of each rank's node.
+        names: the nodes.
         least_bytes: what all nodes of a path need must be as much, else it goes directly.
         last: nodes that come last in every path: those after them get no deltas.
         cables: how fast the nodes' cables are.
     """
-    rows = CrossingTable.of(table)
-    if not len(rows):
-        return rows, Relays()
-    found = {node_of[rank] for rank in (*_ranks(rows.src_rank), *_ranks(rows.dst_rank))}
-    names = sorted(found)
+    if not len(found):
+        return direct(found), Relays()
     nodes = _Nodes(names, cables.sends(names), cables.receives(names), np.array([name in last for name in names], bool))
-    src, dst = _nodes(rows.src_rank, node_of, names), _nodes(rows.dst_rank, node_of, names)
-    _, box = numbered(rows.src_rank.astype(np.int64) * (1 + int(box.max())) + box)
-    families = _families(rows, box, src, dst, least_bytes, nodes)
+    if (hardly := _hardly_faster(found, at, nodes)) is not None:
+        return direct(found), hardly
+    families, loads = _families(found, at, least_bytes, nodes)
     if all(len(family.nodes) < 2 or family.is_small for family in families):
-        return rows, Relays()
+        return direct(found), Relays()
     most = max(len(family.nodes) for family in families)
     forecasts = {chains: _forecast(families, chains, nodes) for chains in _counts(most)}
-    direct = forecasts[most]
+    whole = forecasts[most]
     fewest = min(forecasts, key=lambda chains: (forecasts[chains].seconds, -chains))
     best = forecasts[fewest]
-    if best.seconds > WORTH * direct.seconds:
-        return rows, Relays((), direct.busiest, direct.busiest, direct.seconds, direct.seconds)
-    moved, paths = _over_paths(rows, box, dst, families, best.chains, names)
-    return moved, Relays(tuple(paths), direct.busiest, best.busiest, direct.seconds, best.seconds)
+    if best.seconds > WORTH * whole.seconds:
+        return direct(found), Relays((), whole.busiest, whole.busiest, whole.seconds, whole.seconds)
+    moves, paths = _over_paths(found, loads, families, best.chains, names)
+    return moves, Relays(tuple(paths), whole.busiest, best.busiest, whole.seconds, best.seconds)
 
 
-def _ranks(column: npt.NDArray[np.int32]) -> list[int]:
-    found: list[int] = distinct(column).tolist()
-    return found
+def _hardly_faster(found: Deliveries, at: Ints, nodes: _Nodes) -> Relays | None:
+    """Return the decision not to relay if the nodes that receive take about as long anyway; None if more must be known.
+
+    In a large fleet with as many that send this is soon said.
+    """
+    alike = found.src * (1 + int(found.pattern.max())) + found.pattern
+    if len(distinct(alike)) == len(alike):
+        return None  # perhaps no two nodes need the same
+    patterns = found.patterns
+    nbytes = np.add.reduceat(patterns.lot_bytes[patterns.lots], patterns.lot_start[:-1])[found.pattern]
+    sent, received = np.zeros(len(nodes.names), np.int64), np.zeros(len(nodes.names), np.int64)
+    np.add.at(sent, at[found.src], nbytes)
+    np.add.at(received, found.node, nbytes)
+    least = float((received / nodes.receive).max())
+    seconds = max(float((sent / nodes.send).max()), least)
+    if least <= WORTH * seconds:
+        return None
+    busiest = int(max(sent.max(), received.max()))
+    return Relays((), busiest, busiest, seconds, seconds)
 
 
-def _nodes(column: npt.NDArray[np.int32], node_of: Mapping[int, str], names: list[str]) -> Ints:
-    number = {name: i for i, name in enumerate(names)}
-    at = np.zeros(int(column.max()) + 1, np.int64)
-    for rank in _ranks(column):
-        at[rank] = number[node_of[rank]]
-    return at[column]
-
-
-def _families(rows: CopyTable, box: Ints, src: Ints, dst: Ints, least_bytes: int, nodes: _Nodes) -> list[_Family]:
-    # boxes are of one family if they are on one node and the hashes of the nodes that need them have one sum
-    needed_by = np.zeros(int(box.max()) + 1, np.uint64)
-    np.add.at(needed_by, box, mixed(dst))
-    first = np.zeros(len(needed_by), np.int64)
-    first[box[::-1]] = np.arange(len(rows))[::-1]
-    _, family = numbered(hashed([needed_by, src[first]]))
-    order = np.argsort(family, kind="stable")
-    starts = np.searchsorted(family[order], np.arange(int(family.max()) + 2))
-    nbytes, row_order = rows.row_bytes, np.argsort(box, kind="stable")
-    row_starts = np.searchsorted(box[row_order], np.arange(len(needed_by) + 1))
-    found = []
-    for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        boxes = np.sort(order[begin:end])
-        one = int(boxes[0])
-        needing = dst[row_order[row_starts[one] : row_starts[one + 1]]]
-        needing = needing[np.lexsort((needing, -nodes.receive[needing], nodes.is_last[needing]))]
-        total = int(nbytes[first[boxes]].sum())
-        found.append(_Family(int(src[first[one]]), needing, boxes, total, total < least_bytes))
-    return found
+def _families(found: Deliveries, at: Ints, least_bytes: int, nodes: _Nodes) -> tuple[list[_Family], _Loads]:
+    """Return the families, and the loads of each."""
+    patterns = found.patterns
+    delivery, lot = ranges(patterns.lot_start[found.pattern], np.diff(patterns.lot_start)[found.pattern])
+    lot = patterns.lots[lot]
+    # what one source has of one lot is needed by some nodes
+    order = np.lexsort((found.node[delivery], lot, found.src[delivery]))
+    src, lot, node = found.src[delivery[order]], lot[order], found.node[delivery[order]]
+    begin = np.flatnonzero(np.append(True, (np.diff(src) != 0) | (np.diff(lot) != 0)))
+    needing, need = numbered_lists(node, begin)
+    ends, src, lot = np.append(begin, len(node)), src[begin], lot[begin]
+    example, family = numbered(at[src] * len(needing) + need)
+    total = np.zeros(len(example), np.int64)
+    np.add.at(total, family, patterns.lot_bytes[lot])
+    families = []
+    for one, nbytes in zip(example.tolist(), total.tolist(), strict=True):
+        mine = node[ends[one] : ends[one + 1]]
+        mine = mine[np.lexsort((mine, -nodes.receive[mine], nodes.is_last[mine]))]
+        families.append(_Family(int(at[src[one]]), mine, nbytes, nbytes < least_bytes))
+    order = np.lexsort((lot, src, family))
+    src, lot, family = src[order], lot[order], family[order]
+    begin = np.flatnonzero(np.append(True, (np.diff(src) != 0) | (np.diff(family) != 0)))
+    sets, number = numbered_lists(lot, begin)
+    count = np.diff(np.append(begin, len(lot)))[sets]
+    set_start = np.append(0, np.cumsum(count))
+    return families, _Loads(family[begin], src[begin], number, set_start, lot[range_values(begin[sets], count)])
 
 
 def _counts(most: int) -> list[int]:
@@ -241,37 +282,34 @@ def _passing_on(chains: _Chains, nbytes: int, nodes: _Nodes) -> float:
 
 
 def _over_paths(
-    rows: CrossingTable, box: Ints, dst: Ints, families: list[_Family], chains: list[_Chains], names: list[str]
-) -> tuple[CrossingTable, list[Path]]:
-    """Return the rows with their paths, ordered by path, hop and box, and the paths."""
-    path, hop = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int32)
-    giver = np.full(len(rows), -1, np.int64)
-    paths: list[Path] = []
-    order = np.lexsort((dst, box))
-    key = box[order] * len(names) + dst[order]
-    for family, found in zip(families, chains, strict=True):
-        for chain in found.each():
-            if len(chain) < 2:
-                continue
-            wanted = [family.boxes * len(names) + node for node in chain.tolist()]
-            places = [np.minimum(np.searchsorted(key, keys), len(key) - 1) for keys in wanted]
-            if any((key[at] != keys).any() for at, keys in zip(places, wanted, strict=True)):
-                continue  # two sets of nodes of one hash: these boxes go directly
-            number, before = len(paths) + 1, np.empty(0, np.int64)
-            for relays, at in enumerate(places):
-                here = order[at]
-                path[here], hop[here] = number, relays
-                if relays:
-                    giver[here] = before
-                before = here
-            paths.append(Path(names[family.source], tuple(names[node] for node in chain.tolist()), family.nbytes))
-    passed = giver >= 0
-    columns = {f.name: getattr(rows, f.name) for f in fields(rows)} | {"path": path, "hop": hop}
-    for name in ("rank", "local", "offset", "stride"):
-        column = columns[f"src_{name}"].copy()
-        column[passed] = columns[f"dst_{name}"][giver[passed]]
-        columns[f"src_{name}"] = column
-    columns["cast"] = np.where(passed, 0, rows.cast).astype(np.int32)
-    moved = CrossingTable(**columns)
-    # rows on no path stay in their order
-    return moved.select(np.lexsort((np.where(path > 0, box, np.arange(len(rows))), hop, path))), paths
+    found: Deliveries, loads: _Loads, families: list[_Family], chains: list[_Chains], names: list[str]
+) -> tuple[Moves, list[Path]]:
+    """Return the moves, ordered by path, hop and load, and the paths."""
+    # places: nodes in chains, chain after chain, family after family
+    family = np.repeat(np.arange(len(families)), [len(each.nodes) for each in chains])
+    node = np.concatenate([each.nodes for each in chains])
+    length = np.concatenate([np.diff(each.start) for each in chains])
+    chain, hop = ranges(np.zeros(len(length), np.int64), length)
+    path = np.where(length > 1, np.cumsum(length > 1), 0)[chain]
+    load_start = offsets_of(loads.family, len(families))
+    place, load = ranges(load_start[family], np.diff(load_start)[family])
+    src = loads.src[load]
+    delivery = found.find(src, node[place])
+    before = np.where(hop[place] > 0, found.find(src, node[place - 1]), -1)
+    order = np.lexsort((load, hop[place], path[place]))
+    place = place[order]
+    moves = Moves(
+        delivery[order],
+        before[order],
+        loads.lots[load[order]],
+        path[place],
+        hop[place],
+        loads.set_start,
+        loads.set_lots,
+    )
+    paths = []
+    for each, chained in zip(families, chains, strict=True):
+        for some in np.split(chained.nodes, chained.start[1:-1]):
+            if len(some) > 1:
+                paths.append(Path(names[each.source], tuple(names[at] for at in some.tolist()), each.nbytes))
+    return moves, paths

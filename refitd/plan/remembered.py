@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
+from refitd.plan.coalesce import Rows
 from refitd.plan.columns import Ints
 from refitd.plan.layouts import Layouts
 from refitd.plan.match import Match, SharedCells
 from refitd.plan.read_rosters import MAX_RANK, SIDES, label_of, nodes_of
+from refitd.plan.validate import Proof
+
+
+class KeptRows:
+    """The rows of the last plan, and the pieces that they were made of: most changes of a fleet change neither."""
+
+    def __init__(self) -> None:
+        self._pieces: tuple[Ints, ...] = ()
+        self._rows: Rows | None = None
+
+    def made_of(self, pieces: tuple[Ints, ...]) -> Rows | None:
+        """Return the rows of these pieces, if they are the last ones."""
+        same = len(self._pieces) == len(pieces) and all(map(np.array_equal, self._pieces, pieces))
+        return self._rows if same else None
+
+    def keep(self, pieces: tuple[Ints, ...], rows: Rows) -> None:
+        """Remember the rows of these pieces instead of any others."""
+        self._pieces, self._rows = pieces, rows
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """Layouts without problems, their match, and the cells that several source ranks hold."""
+    """Layouts without problems, their match, and the cells that several source ranks hold.
+
+    `rows` and `proof` are of the last plan: of these descriptions, whatever ranks they were of.
+    """
 
     layouts: Layouts
     match: Match
     held: SharedCells
+    rows: KeptRows = field(default_factory=KeptRows)
+    proof: Proof = field(default_factory=Proof)
 
 
 @dataclass(frozen=True, eq=False)

@@ -68,9 +68,40 @@ class _Uses:
     job: Ints  # [uses] an example job
     use_of_job: Ints
 
+    def is_like(self, other: _Uses) -> bool:
+        """Return whether both are of the same rows and classes, whatever their jobs."""
+        columns = ((u.kind, u.source_class, u.destination_class) for u in (self, other))
+        return all(map(np.array_equal, *columns))
 
-def shared_violations(plan: SharedPlan, layouts: Layouts) -> list[str]:
-    """Return everything that is wrong with a plan for these layouts, which must be free of problems."""
+
+class Proof:
+    """What was proven of the rows of a plan: what each use of them brings, and what each class is owed.
+
+    It holds for the same rows between the same classes, whichever ranks these have.
+    """
+
+    def __init__(self) -> None:
+        self._rows: Rows | None = None
+        self._uses: _Uses | None = None
+        self._received = self._owed = np.zeros(0, np.uint64)
+
+    def keep(self, rows: Rows, uses: _Uses, received: Hashes, owed: Hashes) -> None:
+        """Remember this proof instead of any other."""
+        self._rows, self._uses, self._received, self._owed = rows, uses, received, owed
+
+    def holds(self, rows: Rows, uses: _Uses, dst: Ints, layouts: Layouts) -> bool:
+        """Return whether these rows are proven, and bring every rank what its class is owed."""
+        known = self._uses
+        if known is None or rows is not self._rows or not known.is_like(uses):
+            return False
+        return not len(_lacking(self._received, self._owed, uses, dst, layouts))
+
+
+def shared_violations(plan: SharedPlan, layouts: Layouts, proof: Proof | None = None) -> list[str]:
+    """Return everything that is wrong with a plan for these layouts, which must be free of problems.
+
+    Rows of which `proof` has been given are not looked at again, if the layouts' classes are the same.
+    """
     tensors, names = _renamed(plan.tensors, layouts.tensors), _renamed(plan.locals, layouts.locals)
     rows = replace(
         plan.rows,
@@ -81,15 +112,21 @@ def shared_violations(plan: SharedPlan, layouts: Layouts) -> list[str]:
     src, dst = (_positions(layouts.ranks, column) for column in (plan.job_src, plan.job_dst))
     if strangers := _strangers(plan, layouts, src, dst):
         return strangers
-    held, wanted = TileIndex(layouts, layouts.source), TileIndex(layouts, layouts.destination)
-    found = doubly_placed(layouts, wanted, layouts.destination)
-    found += fill_violations(plan.fills, names[plan.fills.local], layouts)
     uses = _uses(plan, layouts.source.rank_class[src], layouts.destination.rank_class[dst])
+    found = fill_violations(plan.fills, names[plan.fills.local], layouts)
+    if not found and proof is not None and proof.holds(plan.rows, uses, dst, layouts):
+        return []
+    held, wanted = TileIndex(layouts, layouts.source), TileIndex(layouts, layouts.destination)
+    found = doubly_placed(layouts, wanted, layouts.destination) + found
     use, at = ranges(plan.row_start[uses.kind], plan.row_start[uses.kind + 1] - plan.row_start[uses.kind])
     spans, wrong = _traced(replace(rows.select(at), owner=use), uses, held, wanted, layouts, plan)
     found += wrong
-    found += _uncovered(spans, uses, wanted, dst, layouts)
     found += _ambiguous_ids(plan, at, uses.destination_class[use])
+    owed, received = _owed(wanted, layouts), _received(spans, uses)
+    if len(lacking := _lacking(received, owed, uses, dst, layouts)):
+        found += _uncovered(spans, uses, wanted, dst, layouts, lacking)
+    elif not found and proof is not None:
+        proof.keep(plan.rows, uses, received, owed)
     return found
 
 
@@ -196,19 +233,36 @@ def _numbers(tile: Ints, offset: Ints, size: Ints) -> Hashes:
     return result
 
 
-def _uncovered(spans: Spans, uses: _Uses, wanted: TileIndex, dst: Ints, layouts: Layouts) -> list[str]:
-    """Return a message for each destination tile whose elements are not all received exactly once."""
-    side = layouts.destination
-    owed = np.zeros(side.classes, np.uint64)
+def _owed(wanted: TileIndex, layouts: Layouts) -> Hashes:
+    """Return the number of all elements that each destination class wants."""
+    owed = np.zeros(layouts.destination.classes, np.uint64)
     np.add.at(owed, wanted.layout_class, _numbers(np.arange(len(wanted.key)), wanted.offset, wanted.size))
-    number = _numbers(spans.tile, spans.offset, spans.size)
+    return owed
+
+
+def _received(spans: Spans, uses: _Uses) -> Hashes:
+    """Return the number of all elements that each use brings."""
     of_use = np.zeros(len(uses.kind), np.uint64)
-    np.add.at(of_use, spans.owner, number)
+    np.add.at(of_use, spans.owner, _numbers(spans.tile, spans.offset, spans.size))
+    return of_use
+
+
+def _lacking(of_use: Hashes, owed: Hashes, uses: _Uses, dst: Ints, layouts: Layouts) -> Ints:
+    """Return the ranks, by index, that do not receive exactly what their class is owed."""
     received = np.zeros(len(layouts.ranks), np.uint64)
     np.add.at(received, dst, of_use[uses.use_of_job])
-    receivers = np.flatnonzero(side.rank_class >= 0)
+    classes = layouts.destination.rank_class
+    receivers = np.flatnonzero(classes >= 0)
+    lacking: Ints = receivers[received[receivers] != owed[classes[receivers]]]
+    return lacking
+
+
+def _uncovered(spans: Spans, uses: _Uses, wanted: TileIndex, dst: Ints, layouts: Layouts, lacking: Ints) -> list[str]:
+    """Return a message for each tile of these ranks whose elements are not all received exactly once."""
+    side = layouts.destination
+    number = _numbers(spans.tile, spans.offset, spans.size)
     found: dict[int, str] = {}
-    for rank in receivers[received[receivers] != owed[side.rank_class[receivers]]].tolist():
+    for rank in lacking.tolist():
         times = np.bincount(uses.use_of_job[dst == rank], minlength=len(uses.kind))[spans.owner]
         sums = np.zeros(len(wanted.key), np.uint64)
         count = np.zeros(len(wanted.key), np.int64)

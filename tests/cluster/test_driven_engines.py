@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import refitd
 from refitd.adapters import engine_memory, sglang
 from refitd.adapters.driving import Fleet, swap_and_drive
-from refitd.testing import Daemon, Engine, RunningSwap
+from refitd.testing import Daemon, Engine, RunningSwap, eventually
 
 Offering = tuple[refitd.Client, refitd.Source, dict[str, torch.Tensor]]
 SHAPES = {"a": (5, 3), "b": (4,)}
@@ -185,7 +185,7 @@ def test_sglangs_custom_loader_takes_versions_over(
     with pytest.raises(refitd.RefusedError, match="version 2"):
         sglang.drive(engine, client, 2, wait=0.0, **settings)
     assert model.holds(1)
-    model.__dict__["_refitd"].close()
+    model.__dict__["_refitd"].let_go()
 
 
 def test_sglangs_plugin_follows(
@@ -216,7 +216,53 @@ def test_sglangs_plugin_follows(
             hook[0](*hook[1:])
             time.sleep(0.002)
         assert running.result().outcome == "committed" and model.holds(version)
-    stood["on_idle"].__self__._engine.close()
+    stood["on_idle"].__self__._engine.let_go()
+
+
+def test_sglang_tries_again_after_a_refusal_and_after_its_daemon_has_gone(
+    daemon: Daemon, offering: Offering, stood: dict[str, Callable[..., Any]], checkpoint: str, caplog: Any
+) -> None:
+    """Its predecessor may have the name yet; and what it holds later is no longer what its checkpoint has."""
+    client, source, _ = offering
+    model, given = Model(), {"replica": "a", "directory": str(daemon.directory)}
+    follower = sglang.Follower(given)
+    arguments = SimpleNamespace(model_path=checkpoint, disable_radix_cache=True)
+    scheduler = SimpleNamespace(
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)), server_args=arguments
+    )
+    source.publish(1)
+    with daemon.connect("predecessor") as predecessor:
+        predecessor.register_target("policy", values(0), replica="a")
+        for _ in range(2):
+            follower._next_try = 0.0
+            follower.before_idle(scheduler)
+    assert follower._target is None
+    assert len([r for r in caplog.records if "is not refitted" in r.getMessage()]) == 1  # said once
+    eventually(lambda: not client.status().models[0].targets, "the predecessor is gone")
+    follower._next_try = 0.0
+    follower.before_idle(scheduler)
+    running = RunningSwap(daemon.connect(), "policy", 1)
+
+    def is_live() -> bool:
+        follower.before_idle(scheduler)
+        return model.holds(1)
+
+    eventually(is_live, "version 1 is live")
+    assert running.result().outcome == "committed" and follower._engine is not None
+    follower._engine.let_go()  # as when its daemon has gone
+    follower.before_idle(scheduler)
+    follower._next_try = 0.0
+    follower.before_idle(scheduler)
+    assert follower._target is not None, caplog.text
+    follower._engine.let_go()
+
+
+def test_sglang_refuses_another_revision(daemon: Daemon, stood: object, checkpoint: str) -> None:
+    with daemon.connect("trainer") as trainer:
+        trainer.register_source("policy", {**values(1), "a": torch.zeros(8, 3)})
+        settings = sglang.Settings(replica="a", directory=str(daemon.directory), checkpoint=checkpoint)
+        with pytest.raises(refitd.RefusedError, match=r"a: the trainer offers \[8, 3\], .* has \[5, 3\]"):
+            sglang.Engine(Model(), settings).bind()
 
 
 def test_another_sglang_is_refused(stood: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from refitd.testing import Daemon
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -25,14 +27,18 @@ def printed(output: str) -> list[str]:
     return re.findall(r"version (\d+ weights \w+)", output)
 
 
-def test_an_fsdp2_trainer_of_two_ranks_gives_an_engine_every_step(daemon: Daemon) -> None:
+@pytest.mark.parametrize(
+    "script",
+    ["fsdp2_trainer.py", pytest.param("fsdp1_trainer.py", marks=pytest.mark.slow)],  # as much again
+)
+def test_a_trainer_of_two_ranks_gives_an_engine_every_step(daemon: Daemon, script: str) -> None:
     engine = start(daemon, EXAMPLES / "engine.py", "--versions", str(STEPS))
     trainer = None
     try:
         assert engine.stdout is not None
         assert "registered" in engine.stdout.readline()
         run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        trainer = start(daemon, *run, EXAMPLES / "fsdp2_trainer.py", "--steps", str(STEPS))
+        trainer = start(daemon, *run, EXAMPLES / script, "--steps", str(STEPS))
         gave, _ = trainer.communicate(timeout=WAIT_S)
         assert trainer.returncode == 0
         took, _ = engine.communicate(timeout=WAIT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -102,10 +103,41 @@ def test_a_cable_that_is_slow_in_one_direction_carries_all(
     found.swap(2)
 
 
+@pytest.mark.slow
 def test_a_cable_that_loses_packets_loses_no_bytes(hosts: TwoHosts, fleet: Callable[[int], Fleet]) -> None:
+    found = fleet(2_000)
     if reason := hosts.lose(1.0):
         pytest.skip(reason)
-    fleet(2_000).swap(1)
+    found.swap(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("percent", [5.0, 30.0, 60.0])
+def test_a_cable_that_loses_much_delays_a_swap_or_ends_it_clearly_and_the_next_one_works(
+    hosts: TwoHosts, fleet: Callable[[int], Fleet], percent: float
+) -> None:
+    found = fleet(2_000)
+    found.swap(1)
+    found.publish(2)
+    if reason := hosts.lose(percent):
+        pytest.skip(reason)
+    live, began = 2, time.monotonic()
+    with Engine(found.target):
+        try:
+            found.trainer.swap("policy", 2, timeout=60)
+        except refitd.RefitFailed as failed:
+            live, said = 1, str(failed)
+            assert any(
+                who in said for who in ("node a", "node b", "host a", "host b", "far rank 0", "source rank 0")
+            ), said
+        took = time.monotonic() - began
+        values = {float(value) for tensor in found.mine.values() for value in tensor.unique()}
+    assert took < 60 + 15, f"the swap's own deadline is 60 s, it took {took:.1f}"
+    assert values == {float(live)}, f"after {took:.1f} s"
+    hosts.lose(0)
+    eventually(lambda: len(found.daemons[0].status().nodes) == 2, "host b is back", 60)
+    eventually(lambda: bool(found.daemons[0].status().models[0].targets), "its engine is back", 60)
+    found.swap(3)
 
 
 @pytest.mark.slow

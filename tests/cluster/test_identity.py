@@ -95,9 +95,9 @@ def test_a_coordinator_on_another_journal_lets_no_two_versions_be_served(
     if how == "older":
         shutil.copy(tmp_path / "older", journal)
     elif how == "another's":
-        code = "import sys; from pathlib import Path; from refitd.coordinator.journals.file import *\n"
-        code += "j = FileJournal(Path(sys.argv[1]))\n"
-        code += "for v in range(9): j.write(Record(f's{v}', 'policy', v, 'decided', '', '', 1.0, run='else'))"
+        code = "import sys; from pathlib import Path; from refitd.coordinator.journals.file import FileJournal\n"
+        code += "from refitd.coordinator.records import SwapRecord; j = FileJournal(Path(sys.argv[1]))\n"
+        code += "for v in range(9): j.write(SwapRecord(f's{v}', 'policy', v, 'decided', '', '', 1.0, run='else'))"
         subprocess.run([sys.executable, "-c", code, journal], check=True, timeout=60)
     fleet.daemon.start_coordinator()
     eventually(lambda: (found := fleet.status()) is not None and found.live == 2, "it knows that 2 is live", 30)

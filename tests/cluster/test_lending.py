@@ -8,13 +8,14 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import refitd
 from refitd.copy_services import measure
-from refitd.testing import Daemon, Engine
+from refitd.testing import Cluster, Daemon, Engine, eventually
 from tests.support import shards
 
 CAP_SYS_PTRACE = 19
@@ -151,3 +152,21 @@ def test_a_measurement_larger_than_a_sample_is_refused(daemon: Daemon) -> None:
         )
         assert "Bad address" in measured.reason
     assert measure.MAX_SPANS * measure.MAX_ROWS <= 1 << 19, "what a client samples is within the daemon's limit"
+
+
+@pytest.mark.slow
+def test_a_lend_waits_for_a_coordinator_that_is_restarted() -> None:
+    with Cluster(("n0",), workers=1) as cluster, cluster.daemons["n0"].connect() as client:
+        given, live = {"w": torch.ones(8)}, {"w": torch.zeros(8)}
+        source = client.register_source("policy", given)
+        target = client.register_target("policy", live, replica="r")
+        cluster.coordinator.kill()
+        eventually(lambda: "coordinator-silent" in cluster.daemons["n0"].log(), "it is missed", 20)
+        with pytest.raises(refitd.TransportError, match="no coordinator"):
+            source.lend(1, timeout=0.5)
+        with ThreadPoolExecutor(1) as other:
+            lending = other.submit(source.lend, 1, timeout=60)
+            cluster.coordinator.start()
+            with lending.result(), Engine(target):
+                assert client.swap("policy", 1, timeout=60).outcome == "committed"
+        assert torch.equal(live["w"], given["w"])

@@ -123,7 +123,7 @@ def test_sglangs_weight_updater_calls_the_custom_loader(
             settings = {"replica": "a", "directory": str(daemon.directory), "checkpoint": one_rank}
             assert sglang.drive(Engine(), trainer, version, **settings).outcome == "committed"
             assert (model.fused == version).all()
-    model.__dict__["_refitd"].close()
+    model.__dict__["_refitd"].let_go()
 
 
 def test_sglangs_registry_gives_a_commit_point_before_each_batch(

@@ -16,7 +16,7 @@ from benchmarks import machine
 from tests.faults import clock
 from tests.faults.cases import FAULTS, FLIP_PHASES, Case, chosen, matrix
 from tests.faults.cluster import COMMIT_S, PAUSE_S, PLAN_S, STAGE_S, Cluster
-from tests.faults.run import Result, Runner
+from tests.faults.run import Problem, Result, Runner
 from tests.support import network
 from tests.support.network import TwoHosts
 
@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/faults", description=__doc__)
-    parser.add_argument("--only", default="", metavar="PHASE/VICTIM/FAULT", help="patterns, as staging/*/kill")
+    parser.add_argument("--only", default="", metavar="PHASE/VICTIM/FAULT", help="patterns, as staging/*/kill,paused")
     parser.add_argument("--keep", action="store_true", help="put the rows of --only into the results of all cases")
     parser.add_argument("--json", action="store_true", help="print one JSON object last, instead of the table")
     options = parser.parse_args(arguments)
@@ -76,7 +76,13 @@ def run_all(cases: list[Case], no_network: str) -> tuple[list[Result], list[str]
             if runner is None:
                 cluster = Cluster(hosts)
                 stack.callback(cluster.remove)
-                runner = Runner(cluster)
+                try:
+                    runner = Runner(cluster)
+                except Problem as exc:
+                    results.append(Result(case, problems=[f"not begun, no cluster: {exc}"]))
+                    _note(f"{number + 1}/{len(cases)} {case.name}: {_said(results[-1])}")
+                    cluster.remove()
+                    continue
             result = runner.run(case)
             results.append(result)
             _note(f"{number + 1}/{len(cases)} {case.name}: {_said(result)}, {result.seconds:.1f} s")

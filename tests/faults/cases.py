@@ -114,10 +114,10 @@ def outcomes(phase: str, victim: str, fault: str) -> frozenset[str]:
 
 
 def chosen(cases: Iterator[Case], only: str) -> list[Case]:
-    """Return those that a pattern like staging/*/kill names; a part that is left out is any."""
-    parts = [*(only or "*").split("/"), "*", "*"][:3]
-    return [
-        case
-        for case in cases
-        if all(fnmatchcase(has, part) for has, part in zip((case.phase, case.victim, case.fault), parts, strict=True))
-    ]
+    """Return those that patterns like staging/*/kill name, separated by commas; a part that is left out is any."""
+    patterns = [[*(pattern or "*").split("/"), "*", "*"][:3] for pattern in only.split(",")]
+    return [case for case in cases if any(_matches(case, parts) for parts in patterns)]
+
+
+def _matches(case: Case, parts: list[str]) -> bool:
+    return all(fnmatchcase(has, part) for has, part in zip((case.phase, case.victim, case.fault), parts, strict=True))

@@ -35,7 +35,7 @@ def names_of(case: Case, pid: int) -> tuple[str, ...]:
         case "coordinator":
             return ("coordinator", "journal")
         case "trainer" if case.phase == "decided":  # nobody needs it: the engine that holds the swap is late
-            return ("source", ENGINES[case.phase])
+            return (f"pid={pid}", f"pid {pid}", "source", ENGINES[case.phase])
     return (f"pid={pid}", f"pid {pid}", victim_engine(case) or "source")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import sys
 import time
 import traceback
@@ -36,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
 def run(seed: int, seconds: float, operations: int) -> bool:
     """Run one fleet; print what happened. Returns whether everything was as it should be."""
     choices, end, done = random.Random(seed), time.monotonic() + seconds, Counter[str]()
+    took: dict[str, list[float]] = {}
     nodes = [f"n{number}" for number in range(choices.choice((1, 2, 3, 3, 4)))]
     with Cluster(nodes, workers=choices.choice((1, 2))) as cluster:
         clients = [daemon.connect(reconnect=True) for daemon in cluster.daemons.values()]
@@ -47,7 +49,9 @@ def run(seed: int, seconds: float, operations: int) -> bool:
                 operation, model = choices.choice(OPERATIONS), choices.choice(models)
                 done[operation.__name__] += 1
                 print(f"  {done.total()}: {operation.__name__} {model.name}", flush=True)
+                started = time.monotonic()
                 operation(fleet, model)
+                took.setdefault(operation.__name__, []).append(time.monotonic() - started)
         except Exception:
             traceback.print_exc()
             print(cluster.logs(LOG_BYTES))
@@ -56,7 +60,10 @@ def run(seed: int, seconds: float, operations: int) -> bool:
         finally:
             for client in clients:
                 client.close()
-    print(f"fleet {seed}: {done.total()} operations, every byte right: {dict(sorted(done.items()))}", flush=True)
+    print(f"fleet {seed}: {done.total()} operations, every byte right; seconds, median and longest:")
+    for name, each in sorted(took.items()):
+        print(f"    {name}: {len(each)}, {statistics.median(each):.2f}, {max(each):.2f}")
+    sys.stdout.flush()
     return True
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +14,13 @@ import torch
 
 import refitd
 from refitd import MXFP8Buffer, ParameterMetadata
+from refitd.client.streamed import StreamedSource
 from refitd.testing import Engine
 
 Tensors = dict[str, torch.Tensor]
-KINDS = ("copy", "copy", "flip", "mxfp8", "in-place")
+KINDS = ("copy", "copy", "flip", "adopted", "kept", "mxfp8", "in-place")
+OFFERS = ("own", "own", "arena", "streamed")
+LENT = 0.25  # of what is published
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,7 @@ class Model:
         whole: the trainer's weights, as they are now.
         states: what each published version holds, before the sources' cast.
         version: the newest one.
+        has_lent: whether a source rank has lent that: its lease ends with the rank's daemon.
     """
 
     name: str
@@ -72,7 +79,9 @@ class Model:
     whole: Tensors = field(init=False)
     states: dict[int, Tensors] = field(init=False, default_factory=dict)
     version: int = field(init=False, default=0)
+    has_lent: bool = field(init=False, default=False)
     ranks: list[Rank] = field(init=False, default_factory=list)
+    _lent: ExitStack = field(init=False, default_factory=ExitStack)  # until the next version is published
 
     def __post_init__(self) -> None:
         choice = self.random.choice
@@ -90,18 +99,7 @@ class Model:
         self.offered = torch.bfloat16 if casts else self.dtype
         ranks = choice((1, 2, 3, 4))
         self.layout = choice((Layout(1, ranks), Layout(1, ranks), Layout(1, ranks, is_whole=True), Layout(ranks, 1)))
-        self.sources: list[tuple[refitd.Source, Tensors]] = []
-        for rank in range(ranks):
-            held = self.part(self.whole, self.layout, rank)
-            source = choice(self.clients).register_source(
-                self.name,
-                held,
-                rank=rank,
-                world_size=ranks,
-                metadata=self.described(held, self.layout, rank),
-                cast=self.offered if casts else None,
-            )
-            self.sources.append((source, held))
+        self.sources = [self._offered(rank, ranks) for rank in range(ranks)]
         for number in range(self.random.randint(1, 3)):
             self.add(f"replica{number}")
 
@@ -137,6 +135,19 @@ class Model:
             for name, tensor in held.items()
         ]
 
+    def _offered(self, rank: int, ranks: int) -> tuple[refitd.Source | StreamedSource, Tensors, str]:
+        """Register a source rank that publishes its own memory or an arena, or yields its tensors one by one."""
+        client, held = self.random.choice(self.clients), self.part(self.whole, self.layout, rank)
+        shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()}
+        options: dict[str, Any] = {"rank": rank, "world_size": ranks}
+        options["metadata"] = self.described(held, self.layout, rank)
+        casts = self.offered is not self.dtype
+        kind = self.random.choice(OFFERS)
+        if kind == "streamed" and not casts:
+            return client.declare_source(self.name, shapes, **options), {}, kind
+        live = client.allocate(shapes) if kind == "arena" else held
+        return client.register_source(self.name, live, cast=self.offered if casts else None, **options), live, kind
+
     def add(self, replica: str) -> None:
         """Register a replica of a random kind and layout."""
         choice = self.random.choice
@@ -159,6 +170,10 @@ class Model:
             case "flip" | "in-place":
                 live = client.allocate({name: (tuple(tensor.shape), dtype) for name, tensor in held.items()})
                 options |= {"mode": kind, "on_pause": (lambda version: None) if kind == "in-place" else None}
+            case "adopted" | "kept":
+                module = _module(held)
+                client.adopt(module, keep_addresses=kind == "kept")
+                live = {name: parameter.detach() for name, parameter in module.named_parameters()}
             case "mxfp8":
                 live = {
                     name: MXFP8Buffer.empty(tuple(t.shape)) if t.dim() == 2 and t.shape[1] % 32 == 0 else t
@@ -172,9 +187,10 @@ class Model:
         )
         return Rank(replica, kind, layout, rank, dtype, live, target)
 
-    def polls(self) -> Engine:
-        """Poll for all ranks, on a thread."""
-        return Engine(*(rank.target for rank in self.ranks))
+    def polls(self) -> AbstractContextManager[object]:
+        """Poll for all ranks on one thread, or have each wait on a thread of its own."""
+        targets = [rank.target for rank in self.ranks]
+        return self.random.choice((Engine(*targets), _waiting(targets)))
 
     def publish(self) -> int:
         """Change nothing, 1 % or all of the elements, and publish; return the version."""
@@ -183,10 +199,19 @@ class Model:
             which = torch.rand(tensor.shape, generator=self.generator) < share
             tensor[which] = torch.randn(int(which.sum()), generator=self.generator).to(tensor.dtype)
         self.version += 1
-        for rank, (source, held) in enumerate(self.sources):
-            for name, tensor in self.part(self.whole, self.layout, rank).items():
-                held[name].copy_(tensor)
-            source.publish(self.version)
+        self._lent.close()
+        self.has_lent = False
+        for rank, (source, held, kind) in enumerate(self.sources):
+            parts = self.part(self.whole, self.layout, rank)
+            for name, tensor in held.items():
+                tensor.copy_(parts[name])
+            if isinstance(source, StreamedSource):
+                source.publish_from(self.version, self.random.sample([*parts.items()], len(parts)))
+            elif kind == "arena" or self.random.random() < LENT:
+                self._lent.enter_context(source.lend(self.version))
+                self.has_lent = True
+            else:
+                source.publish(self.version)
         self.states[self.version] = {name: tensor.clone() for name, tensor in self.whole.items()}
         return self.version
 
@@ -207,6 +232,36 @@ class Model:
         assert all(len(versions) == 1 for versions in serving.values()), f"{self.name} is torn: {serving}"
         if version is not None:
             assert set().union(*serving.values()) == {version}, f"{self.name}: {serving}, expected {version}"
+
+
+def _module(shapes: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """Return a module with a parameter of zeros for each "name.w"."""
+    module = torch.nn.Module()
+    for name, tensor in shapes.items():
+        inner = torch.nn.Module()
+        inner.w = torch.nn.Parameter(torch.zeros_like(tensor))
+        module.add_module(name.removesuffix(".w"), inner)
+    return module
+
+
+@contextmanager
+def _waiting(targets: Sequence[refitd.Target]) -> Iterator[None]:
+    """Have each target wait for versions on a thread of its own, until the block ends."""
+    is_over = threading.Event()
+
+    def wait(target: refitd.Target) -> None:
+        while not is_over.is_set():
+            with suppress(refitd.DeadlineExceeded):
+                target.wait((target.version or 0) + 1, timeout=0.3)
+
+    with ThreadPoolExecutor(len(targets)) as ranks:
+        waits = [ranks.submit(wait, target) for target in targets]
+        try:
+            yield
+        finally:
+            is_over.set()
+    for one in waits:
+        one.result()
 
 
 def _cut(tensor: torch.Tensor, cut: Cut, place: int, ranks: int) -> torch.Tensor:

@@ -12,10 +12,10 @@ from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
 from refitd.plan.cables import EQUAL, Cables, loads_of
-from refitd.plan.onward import source_boxes, split
 from refitd.plan.origins import origins_by_speed
-from refitd.plan.relays import Relays, relayed
+from refitd.plan.relays import Relays
 from refitd.plan.remembered import Remembered
+from refitd.plan.routes import routes_of
 from refitd.plan.table import CrossingTable
 
 MB = 1e6
@@ -38,9 +38,9 @@ def rosters_of(sources: int, targets: int) -> list[Roster]:
 
 def routed(rosters: list[Roster], cables: Cables) -> tuple[CrossingTable, Relays, dict[str, int]]:
     """Return the rows between nodes, how they are relayed, and what each node sends."""
-    table, node_of = plan_copies(rosters, cables=cables).table, {roster.rank: roster.node for roster in rosters}
-    crossing, first, _ = split(table, box := source_boxes(table), node_of)
-    rows, relays = relayed(crossing, box[first], node_of, cables=cables)
+    node_of = {roster.rank: roster.node for roster in rosters}
+    routes = routes_of(plan_copies(rosters, cables=cables).shared, node_of, cables=cables)
+    rows, relays = routes.crossing.table.whole(), routes.relays
     sent: dict[str, int] = {}
     for rank, nbytes in zip(rows.src_rank.tolist(), rows.row_bytes.tolist(), strict=True):
         sent[node_of[rank]] = sent.get(node_of[rank], 0) + nbytes

@@ -13,8 +13,8 @@ from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
 from refitd.plan.cables import EQUAL, Cables
-from refitd.plan.onward import source_boxes, split
-from refitd.plan.relays import Relays, relayed
+from refitd.plan.relays import Relays
+from refitd.plan.routes import routes_of
 from refitd.plan.table import CopyTable, CrossingTable
 from refitd.testing import oracle
 
@@ -108,9 +108,11 @@ def test_every_rank_gets_its_slices(fleet: tuple[list[Roster], dict[int, str], C
     assert plan.digest == plan_copies(rosters[::-1], cables=cables).digest
     table = plan.table
     crosses = np.array([node_of[s] != node_of[d] for s, d in zip(table.src_rank, table.dst_rank, strict=True)], bool)
-    box = source_boxes(table)[crosses]
-    crossing, first, onward = split(table.select(crosses), box, node_of)
-    rows, relays = relayed(crossing, box[first], node_of, least_bytes=0, cables=cables)
+    routes = routes_of(plan.shared, node_of, least_bytes=0, cables=cables)
+    crossing = routes_of(plan.shared, node_of, may_relay=False).crossing.table.whole()
+    rows, relays, onward = routes.crossing.table.whole(), routes.relays, routes.onward.table.whole()
+    inner = routes.inner.table.whole()
+    assert len(inner) == (~crosses).sum() and sum(routes.links.values()) == rows.total_bytes
     check_paths(rows, relays, crossing, node_of)
     assert relays.seconds <= relays.direct_seconds
     rows = CrossingTable.from_wire(rows.with_own_names().to_wire())
@@ -126,7 +128,7 @@ def test_every_rank_gets_its_slices(fleet: tuple[list[Roster], dict[int, str], C
     sources = {(r.rank, m.name): oracle.local_tensor(m, r.rank, whole) for r in rosters for m in r.source}
     wanted = {(r.rank, m.name): oracle.local_tensor(m, r.rank, whole) for r in rosters for m in r.destination}
     written = {key: np.full(value.shape, -1, value.dtype) for key, value in wanted.items()}
-    perform(table.select(~crosses), sources, written)
+    perform(inner, sources, written)
     for hop in range(int(rows.hop.max(initial=0)) + 1):
         perform(rows.select(rows.hop == hop), written if hop else sources, written)
     for src, dst in zip(onward.src_rank.tolist(), onward.dst_rank.tolist(), strict=True):
@@ -141,11 +143,10 @@ def test_tensors_whose_numbers_and_sizes_lie_in_line_cross_once() -> None:
     heights = {f"t{i:03d}": 256 if i == 0 else 64 for i in range(449)}
     rosters = [Roster(0, source=tall(heights, 0)), *(Roster(i, destination=tall(heights, i)) for i in range(1, 5))]
     node_of = {0: "n0", 1: "n1", 2: "n1", 3: "n2", 4: "n2"}
-    table = plan_copies(rosters).table
-    crossing, first, onward = split(table, box := source_boxes(table), node_of)
-    assert len(crossing) == len(onward) == 2 * len(heights)
-    rows, relays = relayed(crossing, box[first], node_of, least_bytes=0)
-    assert [path.nodes for path in relays.paths] == [("n1", "n2")]
+    routes = routes_of(plan_copies(rosters).shared, node_of, least_bytes=0)
+    rows, onward = routes.crossing.table.whole(), routes.onward.table.whole()
+    assert len(rows) == len(onward) == 2 * len(heights)
+    assert [path.nodes for path in routes.relays.paths] == [("n1", "n2")]
     assert sorted(zip(rows.src_rank.tolist(), rows.dst_rank.tolist(), strict=True)) == [(0, 1)] * 449 + [(1, 3)] * 449
 
 
@@ -157,10 +158,8 @@ def tall(heights: dict[str, int], rank: int) -> list[ParameterMetadata]:
 def test_little_goes_directly() -> None:
     heights = {f"t{i}": 4 for i in range(10)}
     rosters = [Roster(0, source=tall(heights, 0)), *(Roster(i, destination=tall(heights, i)) for i in range(1, 5))]
-    table, node_of = plan_copies(rosters).table, {rank: f"n{rank}" for rank in range(5)}
-    crossing, first, _ = split(table, box := source_boxes(table), node_of)
-    rows, relays = relayed(crossing, box[first], node_of)
-    assert relays.paths == () and not rows.path.any()
+    routes = routes_of(plan_copies(rosters).shared, {rank: f"n{rank}" for rank in range(5)})
+    assert routes.relays.paths == () and not routes.crossing.table.uses.path.any()
 
 
 def test_nodes_that_hold_no_base_come_last() -> None:
@@ -169,7 +168,6 @@ def test_nodes_that_hold_no_base_come_last() -> None:
         Roster(0, source=tall({"t": 2048}, 0)),
         *(Roster(i, destination=tall({"t": 2048}, i)) for i in range(1, 5)),
     ]
-    table, node_of = plan_copies(rosters).table, {rank: f"n{rank}" for rank in range(5)}
-    crossing, first, _ = split(table, box := source_boxes(table), node_of)
-    _, relays = relayed(crossing, box[first], node_of, last={"n1", "n3"})
-    assert [path.nodes for path in relays.paths] == [("n2", "n4", "n1", "n3")]
+    node_of = {rank: f"n{rank}" for rank in range(5)}
+    routes = routes_of(plan_copies(rosters).shared, node_of, last={"n1", "n3"})
+    assert [path.nodes for path in routes.relays.paths] == [("n2", "n4", "n1", "n3")]

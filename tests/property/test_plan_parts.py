@@ -9,16 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refitd.coordinator.membership import Model
-from refitd.coordinator.plan_parts import HeldParts
+from refitd.coordinator.plan_parts import HeldParts, PackedParts
 from refitd.coordinator.plans import LoadedPlan, make_plan, routed
 from refitd.daemon.plan_parts import KeptParts, Missing, NodeTables
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
-from refitd.plan.onward import source_boxes, split
-from refitd.plan.parts import assembled, parted
-from refitd.plan.relays import relayed
-from refitd.plan.table import CopyTable, CrossingTable
+from refitd.plan.routes import routes_of
+from refitd.plan.table import CopyTable
 from refitd.protocol.base import Secret
 from refitd.protocol.cluster import EpochPlan, LoadPlan
 
@@ -71,19 +69,15 @@ def same(found: CopyTable, want: CopyTable) -> bool:
 
 @settings(max_examples=4, deadline=None)
 @given(POOLS, NODES)
-def test_rows_that_are_put_together_are_the_rows_that_were_taken_apart(pools: list[Pool], nodes: list[int]) -> None:
+def test_parts_hold_no_more_rows_than_the_table(pools: list[Pool], nodes: list[int]) -> None:
     found = rosters(pools, nodes)
-    node_of = {roster.rank: roster.node for roster in found}
     plan = plan_copies(found)
-    at = np.array([int(node_of[rank][1:]) for rank in range(len(node_of))])
-    crosses = at[plan.table.src_rank] != at[plan.table.dst_rank]
-    box = plan.shared.expanded(source_boxes(plan.shared.rows))
-    direct, first, onward = split(plan.table.select(crosses), box[crosses], node_of)
-    paths, _ = relayed(direct, box[crosses][first], node_of, least_bytes=0)
-    for table in (plan.table, CrossingTable.of(direct), paths, onward):
-        parts = parted(table)
-        assert same(assembled(type(table), parts.uses, parts.parts), table)
-        assert sum(map(len, parts.parts)) <= len(table)
+    routes = routes_of(plan.shared, {roster.rank: roster.node for roster in found}, least_bytes=0)
+    tables = (routes.inner.table, routes.crossing.table, routes.onward.table)
+    assert sum(len(table.whole()) for table in tables) == len(plan.table)
+    assert sorted(i for table in tables for i in table.whole().task_id.tolist()) == sorted(plan.table.task_id.tolist())
+    for table in tables:
+        assert len(table.rows) <= len(table.whole())
 
 
 class Node:
@@ -138,7 +132,7 @@ def plan_of(found: list[Roster], number: int = 0) -> LoadedPlan:
 def test_a_whole_message_has_the_rows_of_the_plan() -> None:
     found = rosters([(2, 0), (2, 1), (4, 0)], [0, 0, 1, 1, 1, 2])
     plan, whole = plan_of(found), plan_copies(found)
-    shares = routed(whole, plan.routed.node_of, may_relay=True)
+    shares = routed(whole, plan.routed.node_of, PackedParts(), may_relay=True)
     for node in ("n0", "n1", "n2"):
         inner = [i for i in range(len(whole.table)) if {plan.routed.node_of[int(whole.table.src_rank[i])]} == {node}]
         inner = [i for i in inner if plan.routed.node_of[int(whole.table.dst_rank[i])] == node]
@@ -148,6 +142,9 @@ def test_a_whole_message_has_the_rows_of_the_plan() -> None:
 def test_a_replica_that_joins_changes_little_of_what_is_sent() -> None:
     pools = [(2, 0), *[(2, 1)] * 12]
     before, after = (plan_of(rosters(some, [r // 2 for r in range(40)])) for some in (pools, [*pools, (2, 1)]))
+    assert len(after.routed.crossing.table.rows) == len(before.routed.crossing.table.rows), (
+        "a row for each kind of copy"
+    )
     nodes = {name: Node(1 << 20) for name in set(after.routed.node_of.values())}
     first = {name: node.load(before, name)[1] for name, node in nodes.items() if name != "n13"}
     again = {name: node.load(after, name)[1] for name, node in nodes.items()}
@@ -159,5 +156,5 @@ def test_a_replica_that_joins_changes_little_of_what_is_sent() -> None:
 
 def test_parts_name_no_rank() -> None:
     parts = make_plan(rosters([(1, 0), (2, 0), (4, 1)], [0, 1, 1, 2, 2, 2, 2])).routed.crossing.packed
-    other = make_plan(rosters([(1, 0), (4, 1), (2, 0)], [0, 3, 3, 4])).routed
+    other = make_plan(rosters([(1, 0), (4, 1), (2, 0)], [0, 3, 3, 3, 3, 4, 4])).routed
     assert {part.digest for part in parts} & {part.digest for part in other.crossing.packed}

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
+from msgspec import structs
+
 from refitd.config import Config
 from refitd.coordinator.live_versions import SETTLE_S
 from refitd.coordinator.records import SwapRecord
+from refitd.coordinator.report import written_report
 from refitd.coordinator.state import NODE_SILENCE_S
 from refitd.events import Tick
 from refitd.protocol import cluster, local
@@ -138,3 +144,28 @@ def test_the_next_swap_ends_what_was_decided_earlier() -> None:
     h.now += SETTLE_S
     h.tick()
     assert (last(h).swap, last(h).state) == (swap, "incomplete")
+
+
+def test_a_decision_that_waits_for_a_ranks_permit_is_made_once_that_rank_is_back() -> None:
+    """Its daemon missed the goodbye of the coordinator before, and comes later than swaps begin."""
+    journal: dict[str, SwapRecord] = {}
+    h = Harness(NO_CATCH_UP, journal).ready()
+    commit(h, swap := h.until_staging(), "a")
+    report = written_report(journal[swap])
+    assert report is not None
+    both = (*report.members, structs.replace(report.members[0], replica="b", node="n1"))
+    journal[swap] = replace(journal[swap], report=msgspec.json.encode(structs.replace(report, members=both)))
+    later = Harness(NO_CATCH_UP, journal).join()
+    later.add("src", versions=(1, 2), run="run1")
+    later.add("a", version=1, run="run1")
+    assert kinds(later.say("n0", local.StartSwap("m", version=2), request=9)) == [], "b may be on its way"
+    later.now = SETTLE_S
+    (load,) = [m for m in later.tick() if isinstance(m, cluster.LoadPlan)]
+    (stage,) = [m for m in later.say("n0", cluster.PlanLoaded(plan=load.plan)) if isinstance(m, cluster.Stage)]
+    staged = cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1)
+    assert "CommitStaged" not in kinds(later.say("n0", staged)), "b may serve version 1 until its permit ends"
+    later.join("n1", pid=11)
+    later.add("b", "n1", version=1, run="run1")
+    decided = later.tick()
+    assert "CommitStaged" in kinds(decided) and later.now < Config().deadlines.lease_s
+    assert [m.member for m in decided if isinstance(m, cluster.FenceMember)] == ["b"]

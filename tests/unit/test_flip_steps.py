@@ -190,21 +190,40 @@ def test_a_callers_step_only_goes_up() -> None:
     steps.count(7)
     with pytest.raises(RefusedError, match="step is 6, after 7"):
         steps.count(6)
-    assert steps.reached("s", "m").step == 7 and steps.reached("s", "m").origin == CALLERS_STEP
-    steps.flip(8, "s")
+    assert steps.reached("s", "m").step == 8 and steps.reached("s", "m").origin == CALLERS_STEP
+    steps.flip(9, "s")
     steps.flipped()
-    assert steps.reached("t", "m").step == 7  # its caller goes on counting
+    assert steps.reached("t", "m").step == 8  # its caller goes on counting
+    with pytest.raises(RefusedError, match="step is 7, after 7"):
+        steps.count(7, begin=False)  # it has begun
+    for _ in range(2):
+        steps.count(8, begin=False)
+        steps.stay()
+    assert steps.reached("t", "m").step == 8
+    steps.count(8)
+    assert steps.reached("t", "m").step == 9
+
+
+def test_before_a_callers_step_0_nothing_has_begun() -> None:
+    steps = PollSteps()
+    steps.count(0, begin=False)
+    steps.stay()
+    assert steps.reached("s", "m").step == 0
+    steps.flip(1, "s")
+    steps.count(0)
+    assert steps.is_due()
 
 
 class Lockstep:
     """Ranks that poll before every step, none of which ends before all have begun it, and their coordinator.
 
-    Messages arrive in order, at any time. `pick(n)` chooses which of n things happens next.
+    Messages arrive in order, at any time. `pick(n)` chooses which of n things happens next. Ranks that `wait` may also
+    stand in `wait` before a step, and leave it with a version or without.
     """
 
-    def __init__(self, counts: list[int], pick: Any, *, by_caller: bool, in_time: bool) -> None:
+    def __init__(self, counts: list[int], pick: Any, *, by_caller: bool, in_time: bool, waits: bool = False) -> None:
         world = len(counts)
-        self.pick, self.by_caller, self.in_time = pick, by_caller, in_time
+        self.pick, self.by_caller, self.in_time, self.waits = pick, by_caller, in_time, waits
         self.members = [rank(number, world, None) for number in range(world)]
         self.counters = [PollSteps() for _ in counts]
         for number, count in enumerate(counts):
@@ -242,7 +261,9 @@ class Lockstep:
         found = [(self.deliver, r)] if self.to_rank[r] else []
         found += [(self.hear, r)] if self.to_coordinator[r] else []
         if self.where[r] == "before":
-            found.append((self.poll, r))
+            found += [(self.poll, r), *([(self.wait, r)] if self.waits else [])]
+        elif self.where[r] == "waits":
+            found.append((self.leave, r))
         elif self.where[r] == "inside" and all(
             self.step[other] > self.step[r] or (self.step[other] == self.step[r] and self.where[other] == "inside")
             for other in range(len(self.members))
@@ -258,11 +279,30 @@ class Lockstep:
         else:
             self.go_on(r)
 
+    def wait(self, r: int) -> None:
+        self.where[r] = "waits"
+        if self.is_pending[r] and self.counters[r].flip_at is None:
+            self.to_coordinator[r].append(self.counters[r].reached(self.name, "", "wait"))
+        self.take_over(r)
+
+    def leave(self, r: int) -> None:
+        if self.is_pending[r] and self.counters[r].stands:
+            self.to_coordinator[r].append(self.counters[r].reached(self.name, ""))
+        self.where[r] = "before"
+
+    def take_over(self, r: int) -> None:
+        """Commit in a wait, unless others may have begun a step that this rank has not."""
+        if self.is_pending[r] and self.counters[r].flip_at is not None and not self.counters[r].is_early():
+            self.committed(r)
+
+    def committed(self, r: int) -> None:
+        self.flipped[r], self.is_pending[r] = self.step[r], False
+        self.counters[r].flipped()
+        self.to_coordinator[r].append(None)
+
     def go_on(self, r: int) -> None:
         if self.is_pending[r] and self.counters[r].is_due():
-            self.flipped[r], self.is_pending[r] = self.step[r], False
-            self.counters[r].flipped()
-            self.to_coordinator[r].append(None)
+            self.committed(r)
         self.where[r] = "inside"
 
     def end(self, r: int) -> None:
@@ -273,11 +313,13 @@ class Lockstep:
         if message == "decided":
             self.is_pending[r] = True
             counter.decided()
-            self.to_coordinator[r].append(counter.reached(self.name, ""))
+            self.to_coordinator[r].append(counter.reached(self.name, "", "wait" if self.where[r] == "waits" else ""))
         elif self.is_pending[r]:
             counter.flip(message.step, message.origin) if isinstance(message, CommitAtStep) else counter.passed()
             if self.where[r] == "held":
                 self.go_on(r)
+            elif self.where[r] == "waits":
+                self.take_over(r)
 
     def hear(self, r: int) -> None:
         said = self.to_coordinator[r].popleft()
@@ -297,14 +339,14 @@ class Lockstep:
             self.to_rank[told.member.added.rank].append(told)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 60), min_size=2, max_size=4), st.integers(0, 1 << 32), st.booleans())
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 60), min_size=2, max_size=4), st.integers(0, 1 << 32), st.booleans(), st.booleans())
 def test_ranks_in_lock_step_flip_before_the_same_step_wherever_their_counts_begin(
-    counts: list[int], seed: int, by_caller: bool
+    counts: list[int], seed: int, by_caller: bool, waits: bool
 ) -> None:
     """One of them returns alone before every third swap."""
     random = Random(seed)
-    run = Lockstep(counts, random.randrange, by_caller=by_caller, in_time=True)
+    run = Lockstep(counts, random.randrange, by_caller=by_caller, in_time=True, waits=waits)
     for number in range(6):
         if number % 3 == 2:
             run.come_back(random.randrange(len(counts)))
@@ -313,12 +355,12 @@ def test_ranks_in_lock_step_flip_before_the_same_step_wherever_their_counts_begi
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 60), min_size=2, max_size=4), st.integers(0, 1 << 32))
+@given(st.lists(st.integers(0, 60), min_size=2, max_size=4), st.integers(0, 1 << 32), st.booleans())
 def test_ranks_that_flip_before_different_steps_because_messages_are_late_are_never_silent(
-    counts: list[int], seed: int
+    counts: list[int], seed: int, waits: bool
 ) -> None:
     random = Random(seed)
-    run = Lockstep(counts, random.randrange, by_caller=False, in_time=False)
+    run = Lockstep(counts, random.randrange, by_caller=False, in_time=False, waits=waits)
     for number in range(6):
         steps, apart = run.swap(f"s{number}")
         assert len(steps) == 1 or apart

@@ -7,15 +7,16 @@ from collections.abc import Callable
 import pytest
 from msgspec import structs
 
-from refitd.coordinator.plan_parts import HeldParts, PackedEpoch, packed_tables
+from refitd.coordinator.plan_parts import HeldParts, PackedEpoch, PackedParts
 from refitd.daemon import actions as act
 from refitd.daemon.plan_parts import MAX_ROWS, KeptParts, Missing
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
-from refitd.plan.parts import parted
+from refitd.plan.routes import routes_of
 from refitd.plan.table import CopyTable
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Secret
+from refitd.protocol.codec import pack
 from refitd.protocol.shards import metadata_of
 from tests.support.coordinator_harness import Harness, kinds, reports
 from tests.support.daemon_harness import SHARD
@@ -122,8 +123,9 @@ def test_an_epochs_nodes_travel_in_parts_of_which_one_changes_with_a_node() -> N
 def in_parts(h: Daemon) -> cluster.LoadPlan:
     """A plan between two members of a node, in parts, all of them given."""
     members = h.fleet(plan_id="before")
-    found = parted(plan_copies([Roster(0, metadata_of(SHARD, 0)), Roster(1, (), metadata_of(SHARD, 1))]).table)
-    packed = packed_tables(found.parts)
+    plan = plan_copies([Roster(0, metadata_of(SHARD, 0)), Roster(1, (), metadata_of(SHARD, 1))])
+    found = routes_of(plan.shared, {0: "n0", 1: "n0"}).inner.table
+    packed = PackedParts().of(found)
     return cluster.LoadPlan(
         plan="p",
         model="m",
@@ -157,7 +159,7 @@ def test_a_daemon_says_which_parts_it_lacks_and_uses_the_plan_once_it_has_them()
     assert said(h, structs.replace(load, given={})) == lacking
     damaged = {digest: data[:-3] for digest, data in load.given.items()}
     assert said(h, structs.replace(load, given=damaged)) == lacking
-    wrong = dict.fromkeys(load.given, packed_tables([CopyTable.from_wire(EMPTY)])[0].data)
+    wrong = dict.fromkeys(load.given, pack(cluster.PlanPart(CopyTable.from_wire(EMPTY).to_wire())))
     assert said(h, structs.replace(load, given=wrong)) == lacking
     assert said(h, load) == cluster.PlanLoaded(plan="p")
     assert said(h, structs.replace(load, given=damaged)) == lacking, "what has just come is judged, not what was kept"

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from refitd import ParameterMetadata, Repeat, Roster, Tile
+from refitd.plan import match
 from refitd.plan.build import plan_copies
 from tests.support.layouts import meta, refusal, refusals, replicated, rosters, tp
 
@@ -19,6 +20,23 @@ def pair(source: ParameterMetadata, destination: ParameterMetadata) -> list[Rost
 def test_a_destination_without_a_source_is_refused() -> None:
     said = refusal(rosters([replicated("a", (4,), [0])], [replicated("a", (4,), [1]), replicated("b", (4,), [1])]))
     assert said.startswith("b: rank 1") and "no source has it" in said
+
+
+def test_a_tensor_under_another_name_is_refused_with_the_nearest_ones() -> None:
+    here = [replicated(f"model.layers.{n}.self_attn.q_proj.weight", (4,), [0]) for n in range(7)]
+    other = replicated("model.layers.3.attention.q_proj.weight", (4,), [1])
+    said = refusal(rosters([*here, replicated("lm_head.bias", (4,), [0])], [other]))
+    close = said.partition("(nearest: ")[2].partition(")")[0].split(", ")
+    assert len(close) == 5 and "model.layers.3.self_attn.q_proj.weight" in close and "lm_head.bias" not in close
+
+
+def test_names_of_a_large_model_of_which_none_matches_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(match, "nearest", lambda name, held: told.append(len(held)) or [])
+    here = [replicated(f"layers.{n}.{kind}", (4,), [0]) for n in range(700) for kind in ("weight", "bias")]
+    theirs = [replicated(f"blocks.{n}.weight", (4,), [1]) for n in range(700)]
+    assert "no source has it" in refusals(rosters(here, theirs))[0]
+    assert told == [match.COMPARED] * match.NEAREST_OF
 
 
 def test_a_source_that_covers_only_part_is_refused() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import refitd
+from refitd.adapters.engine_checks import Offered, check_covered, check_shapes
 
 Init, Update = TypeVar("Init"), TypeVar("Update")
 
@@ -75,16 +76,24 @@ def test_an_output_layer_that_a_tied_engine_would_drop_is_refused(engine: Any) -
     made(engine)._check(trace("lm_head.weight"), {})
 
 
-def test_a_tensor_that_the_loader_would_cut_is_refused(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_the_loader_would_cut_is_refused() -> None:
     """vLLM's loader takes the first rows of a projection with more heads than the engine has."""
-    one = made(engine)
-    checkpoint = {"q_proj.weight": torch.zeros(4, 3), "norm.weight": torch.zeros(3)}
-    monkeypatch.setattr(one, "_checkpoint", lambda: iter(checkpoint.items()))
-    offered = {name: (tuple(w.shape), torch.float32) for name, w in checkpoint.items()} | {"more": ((2,), torch.int8)}
-    for _ in range(2):  # another trainer may come
-        one._check_shapes(offered)
-        with pytest.raises(refitd.RefusedError, match=r"q_proj\.weight: the trainer offers \[8, 3\], .* has \[4, 3\]"):
-            one._check_shapes({**offered, "q_proj.weight": ((8, 3), torch.float32)})
+    own: Offered = {"q_proj.weight": ((4, 3), torch.float32), "norm.weight": ((3,), torch.float32)}
+    check_shapes(own, {**own, "more": ((2,), torch.int8)})
+    with pytest.raises(refitd.RefusedError, match=r"q_proj\.weight: the trainer offers \[8, 3\], .* has \[4, 3\]"):
+        check_shapes(own, {**own, "q_proj.weight": ((8, 3), torch.float32)})
+
+
+def test_weights_that_the_trainer_calls_otherwise_are_refused_with_the_nearest_names() -> None:
+    offers = [f"net.layers.{n}.mlp.down_proj.weight" for n in range(7)]
+    left = refitd.LoaderTrace({}, {}, ("model.layers.6.mlp.down_proj.weight", "none"), ("norm.bias", *offers))
+    params = {"model.layers.6.mlp.down_proj.weight": torch.zeros(2), "none": torch.zeros(0)}
+    with pytest.raises(refitd.RefusedError, match=r"goes to 1 weights of the engine: model\.layers\.6") as refused:
+        check_covered(left, params)
+    close = str(refused.value).partition("(nearest first) ")[2].split(", ")
+    assert close[0] == offers[6] and len(close) == 5 and "norm.bias" not in close
+    with pytest.raises(refitd.RefusedError, match="of what it offers, the engine takes all"):
+        check_covered(refitd.LoaderTrace({}, {}, ("none",), ()), {"none": torch.zeros(1)})
 
 
 def test_tensors_that_an_engine_takes_nothing_of_are_said(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -116,3 +125,15 @@ def test_an_engine_that_is_refused_tries_again(
     assert registered.is_set() and len(tries) == 4
     said = [record.getMessage() for record in caplog.records if "not refitted" in record.getMessage()]
     assert said == ["refitd: this engine is not refitted: replica 'a' is taken; it serves what it has, and tries again"]
+
+
+def test_a_quantised_engine_is_refused_by_the_weights_name_and_with_what_remains(engine: Any) -> None:
+    one = made(engine)
+    one.model_config.quantization = "compressed-tensors"
+    packed = refitd.LoaderTrace(metadata={}, computed={"q_proj.weight": ("q",)}, untouched=(), unused=())
+    says = r"quantised \(compressed-tensors\).*: q_proj\.weight; serve .* or publish a LoRA adapter alone"
+    with pytest.raises(refitd.RefusedError, match=says), one._if_quantised():
+        one._check(packed, {"q_proj.weight": torch.zeros(2)})
+    one.model_config.quantization = None
+    with pytest.raises(refitd.RefusedError, match=r"^1 weights are no copies"), one._if_quantised():
+        one._check(packed, {"q_proj.weight": torch.zeros(2)})

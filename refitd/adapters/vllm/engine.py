@@ -21,13 +21,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import refitd
+from refitd.adapters.engine_checks import Offered, check_covered, check_shapes
 from refitd.adapters.engine_memory import adopt
 from refitd.adapters.vllm.lora import HeldAdapter
 from refitd.adapters.vllm.seams import check_version, is_one_of_many
 
 log = logging.getLogger("refitd.vllm")
-
-Offered = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 # How long an engine that follows by itself waits between two tries to find its trainer, after a refusal (another
 # trainer may come, and the engine that has its name may go), and to find an idle moment; and how often it looks whether
@@ -318,7 +317,8 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         held = {**{name: held for name, _, _, held in refitd.named_persistent_buffers(self.model)}, **params}
         has_checkpoint = info.check and self.vllm_config.load_config.load_format != "dummy"
         if has_checkpoint:
-            self._check_shapes(offered)
+            self._own = self._own or {name: (tuple(weight.shape), weight.dtype) for name, weight in self._checkpoint()}
+            check_shapes(self._own, offered)
         trace = refitd.trace_loader(held, self._load, offered, owner_rank=rank)
         self._check(trace, params)
         if has_checkpoint and not self._is_checked:
@@ -344,18 +344,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
 
     def _check(self, trace: refitd.LoaderTrace, params: dict[str, torch.Tensor]) -> None:
         """Refuse weights that no refit would keep up to date."""
-        computed = [name for name in trace.computed if name in params]
-        untouched = [name for name in trace.untouched if name in params and params[name].numel()]
-        if computed:
-            raise refitd.RefusedError(
-                f"{len(computed)} weights are no copies of what the trainer offers (quantised or packed by vLLM): "
-                f"{', '.join(computed[:5])}; serve the model unquantised"
-            )
-        if untouched:
-            raise refitd.RefusedError(
-                f"nothing that the trainer offers goes to {len(untouched)} weights of the engine: "
-                f"{', '.join(untouched[:5])}; it offers {', '.join(trace.unused[:5]) or 'no other tensors'}"
-            )
+        check_covered(trace, params)
         is_tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
         if is_tied and (heads := [name for name in trace.unused if name.endswith("lm_head.weight")]):
             raise refitd.RefusedError(
@@ -375,17 +364,6 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         """Check that the engine computes with what its loader copies: vLLM repacks some weights after loading."""
         trace = refitd.trace_loader(held, self._load, self._own)
         refitd.check_layout(trace, held, self._checkpoint())
-
-    def _check_shapes(self, offered: Offered) -> None:
-        """Refuse another revision: of a tensor that is too large, vLLM's loaders take the first rows in silence."""
-        self._own = self._own or {name: (tuple(weight.shape), weight.dtype) for name, weight in self._checkpoint()}
-        differ = [name for name, (shape, _) in offered.items() if self._own.get(name, (shape,))[0] != tuple(shape)]
-        if differ:
-            raise refitd.RefusedError(
-                f"{differ[0]}: the trainer offers {list(offered[differ[0]][0])}, the checkpoint that this engine was "
-                f"started with has {list(self._own[differ[0]][0])} ({len(differ)} tensors differ in shape): it is "
-                "another revision of the model; start the engine with a checkpoint of the trainer's"
-            )
 
     def _checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of the checkpoint that this engine was started with."""

@@ -1,0 +1,187 @@
+"""What metrics and traces cost a swap: daemons with and without them take turns, swap by swap.
+
+Traces are always recorded; only here a daemon is started that records none (a `sitecustomize` takes the recording out).
+Metrics are scraped once a second, far more often than Prometheus does by default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.swap_crew import REFITD, Case, Crew
+from benchmarks.swap_model import Layout, Tensor, llama_like
+from benchmarks.swap_processes import daemon
+from refitd.testing import Daemon
+from refitd.testing.cluster import free_port
+
+RESULTS = Path(__file__).parent / "results"
+NOTHING, TRACES, ALL = "neither", "traces, the default", "traces and metrics"
+WARM_UP = 10
+SCRAPE_S = 1.0
+_UNTRACED = """
+from refitd.coordinator.traces import Traces
+from refitd.daemon.timeline import Timeline
+
+Timeline.watch = lambda *_: None
+Traces.ended = lambda *_: None
+"""
+
+
+def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
+    """Measure a small and a large model; the figures are kept in benchmarks/results unless it was quick."""
+    small = tuple(Tensor(f"layers.{i}.weight", (128, 512), 0, i) for i in range(8))
+    large = tuple(llama_like(2, 1024, 3584) if quick else llama_like(9, 2048, 7168))
+    cases = (
+        Case("small", small, Layout("tp", 1), Layout("tp", 2), (REFITD,), 20 if quick else 500),
+        Case("large", large, Layout("tp", 1), Layout("tp", 2), (REFITD,), 4 if quick else 60),
+    )
+    at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    results: dict[str, Any] = {"machine": machine.describe(), "at": at, "cases": []}
+    for case, ways in zip(cases, ((NOTHING, TRACES, ALL), (NOTHING, ALL)), strict=True):
+        results["cases"].append(_measured(case, ways))
+    if not quick:
+        (RESULTS / "observing.json").write_text(json.dumps(results, indent=1) + "\n")
+        (RESULTS / "observing.md").write_text(markdown(results))
+    if not json_output:
+        print(markdown(results))
+    return results
+
+
+class _Way:
+    """A crew with its daemon, and what its swaps took."""
+
+    def __init__(self, case: Case, name: str, started: Daemon) -> None:
+        self.name = name
+        self.crew = Crew(case, [started], slots=2)
+        with started.connect() as client:
+            status = client.status()
+        (node,) = status.nodes
+        self._pids = (node.pid, status.coordinator_pid)
+        self.swap_s: list[float] = []
+        self.cpu_s: list[float] = []
+
+    def swap(self, *, counts: bool) -> None:
+        """Publish and swap once."""
+        before = self._cpu_s()
+        took = self.crew.swap(is_awaited=True)["swap"]
+        if counts:
+            self.swap_s.append(took)
+            self.cpu_s.append(self._cpu_s() - before)
+
+    def _cpu_s(self) -> float:
+        """CPU seconds of the daemon and the coordinator until now, of all their threads."""
+        found = 0
+        for pid in self._pids:
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                with contextlib.suppress(OSError):  # it has ended
+                    found += int((task / "schedstat").read_text().split()[0])
+        return found / 1e9
+
+
+def _measured(case: Case, names: Sequence[str]) -> dict[str, Any]:
+    print(f"  {case.name}: {case.nbytes / 1e6:.0f} MB, {case.rounds} rounds", file=sys.stderr, flush=True)
+    with contextlib.ExitStack() as stack:
+        ways = []
+        for name in names:
+            started, ports = _daemon(name, stack.enter_context(tempfile.TemporaryDirectory(prefix="rfb")))
+            way = _Way(case, name, started)
+            stack.callback(way.crew.close)
+            stack.enter_context(_scraped(ports))
+            ways.append(way)
+            for process in way.crew.targets:
+                process.ask("wait_until", version=WARM_UP + case.rounds)
+        for number in range(-WARM_UP, case.rounds):
+            first = number % len(ways)
+            for way in ways[first:] + ways[:first]:
+                way.swap(counts=number >= 0)
+        bare = ways[0]
+        return {
+            "name": case.name,
+            "bytes": case.nbytes,
+            "rounds": case.rounds,
+            "ways": [_figures(way, bare) for way in ways],
+        }
+
+
+def _figures(way: _Way, bare: _Way) -> dict[str, Any]:
+    more = sorted(a - b for a, b in zip(way.swap_s, bare.swap_s, strict=True))
+    # the median of n values lies between these with a probability of 95 %
+    off = 0.98 * len(more) ** 0.5
+    low, high = more[max(0, int(len(more) / 2 - off))], more[min(len(more) - 1, int(len(more) / 2 + off))]
+    return {
+        "way": way.name,
+        "median_ms": statistics.median(way.swap_s) * 1e3,
+        "more_ms": statistics.median(more) * 1e3,
+        "more_low_ms": low * 1e3,
+        "more_high_ms": high * 1e3,
+        "cpu_ms": statistics.median(way.cpu_s) * 1e3,
+    }
+
+
+def _daemon(name: str, folder: str) -> tuple[Daemon, tuple[int, ...]]:
+    """Start a daemon with its coordinator, observed in this way; return it and the ports of its metrics."""
+    if name == ALL:
+        port = free_port()  # and the next one, for the coordinator
+        return daemon(f'[metrics]\nendpoint = "127.0.0.1:{port}"\n'), (port, port + 1)
+    if name == NOTHING:
+        (Path(folder) / "sitecustomize.py").write_text(_UNTRACED)
+        return daemon(environment={"PYTHONPATH": folder}), ()
+    return daemon(), ()
+
+
+@contextlib.contextmanager
+def _scraped(ports: Sequence[int]) -> Iterator[None]:
+    ended = threading.Event()
+    scraper = threading.Thread(target=_scrape, args=(ports, ended))
+    scraper.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        scraper.join()
+
+
+def _scrape(ports: Sequence[int], ended: threading.Event) -> None:
+    while not ended.wait(SCRAPE_S):
+        for port in ports:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+                page.read()
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Return the file for benchmarks/results."""
+    about = results["machine"]
+    lines = [
+        "# What metrics and traces cost a swap",
+        "",
+        f"{about['cpu']}, {about['cores']} cores, Linux {about['kernel']}, Python {about['python']}. One node,",
+        "one trainer rank, two engine ranks that wait. Each way has a daemon and a coordinator of its own, and they",
+        "take turns, swap by swap. Traces are always recorded: for the first row that was taken out. Metrics are",
+        f"scraped every {SCRAPE_S:.0f} s. More is the median of the differences to the first row's swap of the same",
+        "round, with its 95 % interval; CPU is that of daemon and coordinator, per publish and swap.",
+        f"Written by `scripts/bench observing`, {results['at']}.",
+        "",
+        "| model | swaps | recorded | median ms | more ms | of the swap | CPU ms |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for case in results["cases"]:
+        for way in case["ways"]:
+            more = f"{way['more_ms']:+.3f} ({way['more_low_ms']:+.3f} to {way['more_high_ms']:+.3f})"
+            share = f"{100 * way['more_ms'] / case['ways'][0]['median_ms']:+.1f} %"
+            is_first = way is case["ways"][0]
+            lines.append(
+                f"| {case['bytes'] / 1e6:.0f} MB | {case['rounds']} | {way['way']} | {way['median_ms']:.2f} | "
+                f"{'' if is_first else more} | {'' if is_first else share} | {way['cpu_ms']:.2f} |"
+            )
+    return "\n".join(lines) + "\n"
