@@ -82,6 +82,7 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
             clusters = {way: stack.enter_context(_on_two_hosts(way, shapes)) for way in WAYS}
             shares = (0.01, 0.1, 1.0)
             results["cases"].append(_measure(f"a cable of {MBIT} Mbit/s", clusters, shares, 2 if quick else 3))
+    results["load"] = machine.load()
     if not quick:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "delta.json").write_text(json.dumps(results, indent=1) + "\n")
@@ -157,6 +158,7 @@ def markdown(results: dict[str, Any]) -> str:
         "",
         f"{about['cpu']}, {about['cores']} cores, Linux {about['kernel']}, Python {about['python']}. Medians; the",
         "first two rounds are left out. Ratios are taken within a round. Written by `scripts/bench delta`.",
+        f"{results['load']} Finding and applying a delta takes processor time, which a busy machine lacks.",
     ]
     columns = ("changed", "found", "crossed", "deltas: stage s", "swap s", "whole: stage s", "swap s", "staged x", "x")
     for case in results["cases"]:

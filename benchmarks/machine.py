@@ -80,3 +80,8 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def load() -> str:
+    """Return a sentence on what else the machine does now; timings are to be read with it."""
+    return f"Load average at the end: {os.getloadavg()[1]:.0f} on {os.cpu_count()} cores."

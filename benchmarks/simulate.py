@@ -122,6 +122,7 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
         results["measured"].append(_measured(mbit, 2 if quick else ROUNDS))
         if not json_output:
             print(_measured_row(results["measured"][-1]), flush=True)
+    results["load"] = machine.load()
     if not quick:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "simulate.json").write_text(json.dumps(results, indent=1) + "\n")
@@ -261,5 +262,6 @@ def _markdown(results: dict[str, Any]) -> str:
         *map(_published_row, results["published"]),
         "",
         "Machine: {cpu}, {cores} cores, Linux {kernel}.".format_map(results["machine"]),
+        results["load"],
     ]
     return "\n".join(lines) + "\n"
