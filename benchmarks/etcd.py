@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -37,7 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for number in range(options.rounds):
                 for name in names:
                     outcomes.append(trial.suffer(name))
-                    print(f"round {number + 1}: {name}: {outcomes[-1].seconds:.1f} s", file=sys.stderr, flush=True)
+                    print(
+                        f"round {number + 1}: {name}: decided after {outcomes[-1].decided_s:.1f} s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
             judged = trial.judge()
     finally:
         if hosts is not None:
@@ -46,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(text)
     if not options.only:
         RESULTS.write_text(text)
-    late = [outcome for outcome in outcomes if outcome.seconds >= TAKE_OVER_S]
-    for wrong in [*judged.wrong, *(f"{o.fault}: {o.seconds:.1f} s" for o in late)]:
+    late = [outcome for outcome in outcomes if outcome.decided_s >= TAKE_OVER_S]
+    for wrong in [*judged.wrong, *(f"{o.fault}: decided after {o.decided_s:.1f} s" for o in late)]:
         print(f"try-etcd: {wrong}", file=sys.stderr)
     return 1 if judged.wrong or late else 0
 
@@ -60,21 +65,25 @@ def page(outcomes: Sequence[Outcome], judged: Judged, seconds: float, is_cabled:
     rows = []
     for name in dict.fromkeys(outcome.fault for outcome in outcomes):
         of = [outcome for outcome in outcomes if outcome.fault == name]
-        times = [outcome.seconds for outcome in of]
+        decided, served = [outcome.decided_s for outcome in of], [outcome.seconds for outcome in of]
         over = sum(outcome.took_over for outcome in of)
-        rows.append(f"| {name} | {len(of)} | {over} | {statistics.median(times):.1f} | {max(times):.1f} |")
+        figures = " | ".join(
+            f"{figure(times):.1f}" for times in (decided, served) for figure in (statistics.median, max)
+        )
+        rows.append(f"| {name} | {len(of)} | {over} | {figures} |")
     table = "\n".join(rows)
     return f"""# A coordinator with standbys, and etcd, broken in the middle of swaps
 
 {found["cpu"]}, {found["cores"]} cores, Linux {found["kernel"]}, Python {found["python"]}, {version}.
 Three hosts with a member of etcd and a coordinator each, two with a daemon; a trainer and two replicas
 that swap all the time; {where}. etcd's data is in memory.
-{seconds / 60:.1f} minutes. Written by `scripts/try-etcd`.
+{seconds / 60:.1f} minutes; the machine's load was {os.getloadavg()[1]:.0f}. Written by `scripts/try-etcd`.
 
-Seconds are from the fault until a version that was published after it was served by all replicas.
+Seconds are from the fault until a swap that began after it was decided, and until a version that was published after it
+(the second one, as a rule) was served by all replicas.
 
-| fault | times | another one led | median s | longest s |
-| --- | --- | --- | --- | --- |
+| fault | times | another one led | decided: median s | longest s | served: median s | longest s |
+| --- | --- | --- | --- | --- | --- | --- |
 {table}
 
 | of {judged.decisions} decisions, by etcd's whole history and all logs | |

@@ -30,6 +30,7 @@ PORT, MBIT = 7437, 400
 SLOW_MBIT = 100  # where two cores can carry all cables at once, whatever else they do
 NODES = (1, 2, 4, 7)  # with a replica each
 JOINING = (1, 4)
+SETTLE_S = 5.0  # what daemons do after their start, and replicas after a swap, is over
 _CONFIG = "[deadlines]\nlease_s = 60.0\nconnect_s = 60.0\n[transport]\ndeltas = false\nrelays = {}\n"
 
 
@@ -72,6 +73,12 @@ class Cluster:
         for held in self.held.values():
             assert all(torch.equal(held[name], tensor) for name, tensor in self.tensors.items())
 
+    def leave(self, nodes: list[int]) -> None:
+        """Close the replicas of these nodes."""
+        for node in nodes:
+            self.targets.pop(node).close()
+            del self.held[node]
+
     def join(self, nodes: list[int]) -> dict[str, float]:
         """Register replicas on these nodes, all at once; return the seconds until they serve what others serve."""
         before, started = self.hosts.sent(0), time.perf_counter()
@@ -102,7 +109,7 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
     for nodes in (chosen[0], chosen[-1]):
         results["slow"].append(_fanned_out(nodes, True, dict(list(shapes.items())[:2]), 1, SLOW_MBIT))
     for joining in JOINING[:1] if quick else JOINING:
-        results["joins"].append(_joined(joining, shapes))
+        results["joins"] += _joined(joining, shapes)
     results["load"] = machine.load()
     if not quick:
         RESULTS.mkdir(exist_ok=True)
@@ -126,12 +133,19 @@ def _fanned_out(
         return {"nodes": nodes, "relays": relays, "mbit": mbit, "bytes": cluster.nbytes, "rounds": rounds, **found}
 
 
-def _joined(joining: int, shapes: dict[str, tuple[int, int]]) -> dict[str, Any]:
+def _joined(joining: int, shapes: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
+    """Return what joining takes: for the first time, and when the replicas come back to a later version."""
     print(f"  {joining} joining", file=sys.stderr, flush=True)
+    nodes, found = list(range(2, joining + 2)), []
     with cluster_of(joining + 2, True, shapes) as cluster:
         cluster.add(1)
-        cluster.swap()
-        return {"joining": joining, "bytes": cluster.nbytes, **cluster.join(list(range(2, joining + 2)))}
+        for is_first in (True, False):
+            cluster.swap()
+            time.sleep(SETTLE_S)
+            case = {"joining": joining, "bytes": cluster.nbytes, "first": is_first}
+            found.append(case | cluster.join(nodes))
+            cluster.leave(nodes)
+    return found
 
 
 @contextlib.contextmanager
@@ -178,9 +192,14 @@ def markdown(results: dict[str, Any]) -> str:
         "",
         f"At {results['mbit']} Mbit/s, given by the one replica that serves. A catch-up begins 1 s after the last",
     ]
-    lines += ["replica has joined, since more may follow.", ""]
+    lines += [
+        "replica has joined, since more may follow. For the first exchange of a node its workers import torch: all",
+        "nodes share the cores here. Replicas that come back do so to a later version.",
+        "",
+    ]
     head = (
         "replicas that join at once",
+        "",
         "s",
         "of it registering",
         "times that of one",
@@ -188,9 +207,10 @@ def markdown(results: dict[str, Any]) -> str:
     )
     lines += [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for join in results["joins"]:
-        ratio = join["seconds"] / results["joins"][0]["seconds"]
-        figures = (f"{join['seconds']:.2f}", f"{join['registered']:.2f}", f"{ratio:.2f}", f"{join['copies']:.2f}")
-        lines.append(f"| {join['joining']} | {' | '.join(figures)} |")
+        (one,) = (j["seconds"] for j in results["joins"] if j["joining"] == 1 and j["first"] == join["first"])
+        figures = (f"{join['seconds']:.2f}", f"{join['registered']:.2f}", f"{join['seconds'] / one:.2f}")
+        when = "for the first time" if join["first"] else "come back"
+        lines.append(f"| {join['joining']} | {when} | {' | '.join(figures)} | {join['copies']:.2f} |")
     return "\n".join(lines) + "\n" + "".join(f"\n{line}" for line in uneven_lines(results.get("uneven", {})))
 
 

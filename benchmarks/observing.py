@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.swap_crew import REFITD, Case, Crew
+from benchmarks.swap_case import REFITD, Case, RunningCase
 from benchmarks.swap_model import Layout, Tensor, llama_like
 from benchmarks.swap_processes import daemon
 from refitd.testing import Daemon
@@ -43,13 +44,14 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
     small = tuple(Tensor(f"layers.{i}.weight", (128, 512), 0, i) for i in range(8))
     large = tuple(llama_like(2, 1024, 3584) if quick else llama_like(9, 2048, 7168))
     cases = (
-        Case("small", small, Layout("tp", 1), Layout("tp", 2), (REFITD,), 20 if quick else 500),
-        Case("large", large, Layout("tp", 1), Layout("tp", 2), (REFITD,), 4 if quick else 60),
+        Case("small", small, Layout("tp", 1), Layout("tp", 2), (REFITD,), 20 if quick else 200),
+        Case("large", large, Layout("tp", 1), Layout("tp", 2), (REFITD,), 4 if quick else 40),
     )
     at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     results: dict[str, Any] = {"machine": machine.describe(), "at": at, "cases": []}
     for case, ways in zip(cases, ((NOTHING, TRACES, ALL), (NOTHING, ALL)), strict=True):
         results["cases"].append(_measured(case, ways))
+    results["load"] = os.getloadavg()[1]
     if not quick:
         (RESULTS / "observing.json").write_text(json.dumps(results, indent=1) + "\n")
         (RESULTS / "observing.md").write_text(markdown(results))
@@ -59,11 +61,11 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
 
 
 class _Way:
-    """A crew with its daemon, and what its swaps took."""
+    """A running case with its daemon, and what its swaps took."""
 
     def __init__(self, case: Case, name: str, started: Daemon) -> None:
         self.name = name
-        self.crew = Crew(case, [started], slots=2)
+        self.running = RunningCase(case, [started], slots=2)
         with started.connect() as client:
             status = client.status()
         (node,) = status.nodes
@@ -74,19 +76,14 @@ class _Way:
     def swap(self, *, counts: bool) -> None:
         """Publish and swap once."""
         before = self._cpu_s()
-        took = self.crew.swap(is_awaited=True)["swap"]
+        took = self.running.swap(is_awaited=True)["swap"]
         if counts:
             self.swap_s.append(took)
             self.cpu_s.append(self._cpu_s() - before)
 
     def _cpu_s(self) -> float:
-        """CPU seconds of the daemon and the coordinator until now, of all their threads."""
-        found = 0
-        for pid in self._pids:
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                with contextlib.suppress(OSError):  # it has ended
-                    found += int((task / "schedstat").read_text().split()[0])
-        return found / 1e9
+        """CPU seconds of the loops of daemon and coordinator until now, for which swaps wait."""
+        return sum(int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) for pid in self._pids) / 1e9
 
 
 def _measured(case: Case, names: Sequence[str]) -> dict[str, Any]:
@@ -96,10 +93,10 @@ def _measured(case: Case, names: Sequence[str]) -> dict[str, Any]:
         for name in names:
             started, ports = _daemon(name, stack.enter_context(tempfile.TemporaryDirectory(prefix="rfb")))
             way = _Way(case, name, started)
-            stack.callback(way.crew.close)
+            stack.callback(way.running.close)
             stack.enter_context(_scraped(ports))
             ways.append(way)
-            for process in way.crew.targets:
+            for process in way.running.targets:
                 process.ask("wait_until", version=WARM_UP + case.rounds)
         for number in range(-WARM_UP, case.rounds):
             first = number % len(ways)
@@ -169,10 +166,11 @@ def markdown(results: dict[str, Any]) -> str:
         "one trainer rank, two engine ranks that wait. Each way has a daemon and a coordinator of its own, and they",
         "take turns, swap by swap. Traces are always recorded: for the first row that was taken out. Metrics are",
         f"scraped every {SCRAPE_S:.0f} s. More is the median of the differences to the first row's swap of the same",
-        "round, with its 95 % interval; CPU is that of daemon and coordinator, per publish and swap.",
-        f"Written by `scripts/bench observing`, {results['at']}.",
+        "round, with its 95 % interval. CPU is that of the loops of daemon and coordinator, per publish and swap: what",
+        "a swap waits for, whatever else runs on the machine.",
+        f"Written by `scripts/bench observing`, {results['at']}; the machine's load was {results['load']:.0f}.",
         "",
-        "| model | swaps | recorded | median ms | more ms | of the swap | CPU ms |",
+        "| model | swaps | recorded | median ms | more ms | of the swap | CPU ms of the loops |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for case in results["cases"]:

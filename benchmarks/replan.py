@@ -64,7 +64,7 @@ class Fleet:
         self.now = 0.0
         self.figures = Figures()
         self._targets: dict[str, list[str]] = {}  # node -> members
-        self._runs: dict[str, str] = {}
+        self._described: set[str] = set()
         self._worlds = Counter(pool for _, pool, _, _ in received.ranks)
         self._first: dict[str, int] = {}
         for rank, pool, _, _ in received.ranks:
@@ -96,7 +96,9 @@ class Fleet:
                 continue
             node, index = _node(rank), rank - self._first[pool]
             member = f"policy/{pool}:{index}@{node}#{index}"
-            self._say(node, cluster.DescribeShard(digest=digest, packed=self.received.described[digest]))
+            if digest not in self._described:  # whoever comes later is known already
+                self._described.add(digest)
+                self._say(node, cluster.DescribeShard(digest=digest, packed=self.received.described[digest]))
             role: Any = "source" if is_source else "target"
             replica = "" if is_source else pool
             shard = cluster.AddShard(member, "policy", role, replica, index, self._worlds[pool], 100000, digest)

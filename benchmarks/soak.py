@@ -23,8 +23,8 @@ from typing import Any
 import refitd
 from benchmarks import machine
 from refitd.testing import Process, leaks
-from tests.support.crew import Crew, Member
-from tests.support.crew_member import MODEL
+from tests.support.breakable import BreakableCluster, Member
+from tests.support.breakable_member import MODEL
 
 RESULTS = Path(__file__).parent / "results"
 NODES = ("n0", "n1", "n2")
@@ -52,7 +52,7 @@ PUBLISH_S = 30.0
 class Chaos:
     """Breaks one thing at a time, at random moments, and mends what does not mend itself."""
 
-    def __init__(self, cluster: Crew, seed: int, keep_journal: Callable[[], None]) -> None:
+    def __init__(self, cluster: BreakableCluster, seed: int, keep_journal: Callable[[], None]) -> None:
         """`keep_journal` notes what the journal says before it is taken away."""
         self._cluster = cluster
         self._keep_journal = keep_journal
@@ -168,7 +168,7 @@ class Chaos:
 class Soak:
     """The driver: publishes, swaps, counts."""
 
-    def __init__(self, cluster: Crew) -> None:
+    def __init__(self, cluster: BreakableCluster) -> None:
         self._cluster = cluster
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
@@ -306,7 +306,7 @@ def run(
     minutes = (0.5 if quick else 10.0) if minutes is None else minutes
     seed = int(time.time()) if seed is None else seed
     started = time.monotonic()
-    cluster = Crew(NODES, REPLICAS, deadlines=DEADLINES, ranks=RANKS)
+    cluster = BreakableCluster(NODES, REPLICAS, deadlines=DEADLINES, ranks=RANKS)
     soak = Soak(cluster)
     left: list[str] = []
     cluster.start()
@@ -349,7 +349,7 @@ def run(
     return found
 
 
-def _break(cluster: Crew, soak: Soak, until: float, seed: int) -> Chaos:
+def _break(cluster: BreakableCluster, soak: Soak, until: float, seed: int) -> Chaos:
     """Swap and break until the time is over, then mend everything and have all replicas serve one version."""
     version, live, told = 0, -1, time.monotonic()
     broken_at = 0.0
@@ -386,7 +386,7 @@ def _break(cluster: Crew, soak: Soak, until: float, seed: int) -> Chaos:
     return chaos
 
 
-def _leaks(cluster: Crew, before: dict[str, int]) -> list[str]:
+def _leaks(cluster: BreakableCluster, before: dict[str, int]) -> list[str]:
     """Return what daemons still have once everybody has left."""
     found: list[str] = []
     until = time.monotonic() + 20

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, swap_report, swap_small
-from benchmarks.swap_crew import CHECKPOINT, PEERS, REFITD, Case, Crew, Watermark
+from benchmarks.swap_case import CHECKPOINT, PEERS, REFITD, Case, RunningCase, Watermark
 from benchmarks.swap_model import Layout, Tensor, experts, llama_like
 from benchmarks.swap_processes import BLOCK_BYTES, Memcpy, available_bytes, daemons
 from refitd.copy_services.registry import installed
@@ -135,17 +135,17 @@ def _measure(group: Sequence[Case]) -> list[dict[str, Any]]:
             found["left_out"] = reason
         return figures
     used = Watermark()
-    crews: list[Crew] = []
+    cases: list[RunningCase] = []
     try:
         for case, _ in turns:
             _note(
                 f"{case.name}: starting {case.source.world + case.target.world} processes, {case.nbytes / 1e9:.1f} GB"
             )
-            crews.append(Crew(case, daemons(case.nodes, verify=case.verify, service=case.service)))
-        _rounds(crews, [found for _, found in turns], used)
+            cases.append(RunningCase(case, daemons(case.nodes, verify=case.verify, service=case.service)))
+        _rounds(cases, [found for _, found in turns], used)
     finally:
-        for crew in crews:
-            crew.close()
+        for running in cases:
+            running.close()
     for case, found in turns:
         found["at"] = _now()
         found["ways"] = swap_report.summary(found["rounds"], case.nbytes)
@@ -164,19 +164,19 @@ def _missing(case: Case) -> str:
     return ""
 
 
-def _rounds(crews: Sequence[Crew], figures: Sequence[dict[str, Any]], used: Watermark) -> None:
+def _rounds(cases: Sequence[RunningCase], figures: Sequence[dict[str, Any]], used: Watermark) -> None:
     unit = Memcpy()
-    for number in range(-1, max(crew.case.rounds for crew in crews)):
-        turns = list(zip(crews, figures, strict=True))
-        for crew, found in turns if number % 2 else reversed(turns):
-            took = crew.round(max(number, 0), unit, used.look)
+    for number in range(-1, max(running.case.rounds for running in cases)):
+        turns = list(zip(cases, figures, strict=True))
+        for running, found in turns if number % 2 else reversed(turns):
+            took = running.round(max(number, 0), unit, used.look)
             if number >= 0:
                 found.setdefault("rounds", []).append(took)
             else:  # to warm up: it plans, addresses and loads
                 found["first_swap_s"] = took["swap"]
-        _note(f"  round {number + 1}/{crews[0].case.rounds}" + (" (warm-up)" if number < 0 else ""))
-    for crew, found in zip(crews, figures, strict=True):
-        found["worker_bytes"] = crew.worker_bytes()
+        _note(f"  round {number + 1}/{cases[0].case.rounds}" + (" (warm-up)" if number < 0 else ""))
+    for running, found in zip(cases, figures, strict=True):
+        found["worker_bytes"] = running.worker_bytes()
 
 
 def _ratio(many: dict[str, Any], few: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.swap_crew import REFITD, Case, Crew
+from benchmarks.swap_case import REFITD, Case, RunningCase
 from benchmarks.swap_model import Layout, Tensor
 from benchmarks.swap_processes import daemon
 
@@ -16,13 +16,13 @@ def measure(swaps: int) -> dict[str, Any]:
     """Swap so often; return milliseconds from the request to the last engine's word."""
     model = tuple(Tensor(f"layers.{i}.weight", (128, 512), 0, i) for i in range(8))
     case = Case("1 MB", model, Layout("tp", 1), Layout("tp", 2), (REFITD,), swaps)
-    crew = Crew(case, [daemon()], slots=2)
+    running = RunningCase(case, [daemon()], slots=2)
     try:
-        for process in crew.targets:
+        for process in running.targets:
             process.ask("wait_until", version=WARM_UP + swaps)
-        took = [crew.swap(is_awaited=True) for _ in range(WARM_UP + swaps)][WARM_UP:]
+        took = [running.swap(is_awaited=True) for _ in range(WARM_UP + swaps)][WARM_UP:]
     finally:
-        crew.close()
+        running.close()
     whole = sorted(phases["swap"] * 1e3 for phases in took)
     return {
         "swaps": swaps,

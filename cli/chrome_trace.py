@@ -10,7 +10,7 @@ from refitd.protocol.traces import TraceReport, TraceSpan
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class TracedProcess:
     """The coordinator, or a node with all that ran on it.
 
     Attributes:
@@ -27,11 +27,14 @@ class Process:
     error_s: float | None = 0.0
 
 
-def processes(report: TraceReport) -> list[Process]:
+def processes(report: TraceReport) -> list[TracedProcess]:
     """Return the coordinator, then the nodes."""
     return [
-        Process("coordinator", report.host, report.phases),
-        *(Process(f"node {node.node}", node.host, node.spans, node.offset_s, node.error_s) for node in report.nodes),
+        TracedProcess("coordinator", report.host, report.phases),
+        *(
+            TracedProcess(f"node {node.node}", node.host, node.spans, node.offset_s, node.error_s)
+            for node in report.nodes
+        ),
     ]
 
 

@@ -204,7 +204,7 @@ _SOURCE_COLUMNS = (">rank", "node/host", ">pid", "versions held", ">bytes", "tra
 
 
 @dataclass(frozen=True, slots=True)
-class _Replica:
+class _ReplicaRow:
     """A replica, rolled up over its ranks."""
 
     name: str
@@ -250,7 +250,7 @@ def _model(model: ModelStatus) -> Iterable[str]:
     for target in model.targets:
         by_replica.setdefault(target.replica, []).append(target)
     replicas = sorted(
-        (_Replica(name, tuple(ranks), model.live) for name, ranks in by_replica.items()), key=lambda one: one.worry
+        (_ReplicaRow(name, tuple(ranks), model.live) for name, ranks in by_replica.items()), key=lambda one: one.worry
     )
     pauses = _pauses(model.last_swap)
     yield "<h3>Replicas</h3>"
@@ -293,7 +293,7 @@ def _pauses(last: SwapReport | None) -> dict[str, float]:
     return found
 
 
-def _replica(one: _Replica, pauses: dict[str, float]) -> Sequence[Cell]:
+def _replica(one: _ReplicaRow, pauses: dict[str, float]) -> Sequence[Cell]:
     states: dict[str, int] = {}
     for rank in one.ranks:
         states[str(rank.state)] = states.get(str(rank.state), 0) + 1

@@ -52,7 +52,7 @@ def send(report: TraceReport, url: str) -> int:
     from opentelemetry.sdk.trace.export import SpanExportResult
 
     endpoint, spans = endpoint_of(url), list(spans_of(report))
-    exporter, log = OTLPSpanExporter(endpoint=endpoint, timeout=TIMEOUT_S), _Kept()
+    exporter, log = OTLPSpanExporter(endpoint=endpoint, timeout=TIMEOUT_S), _LastComplaint()
     logger = logging.getLogger("opentelemetry")
     logger.addHandler(log)
     propagated, logger.propagate = logger.propagate, False
@@ -161,7 +161,7 @@ def spans_of(report: TraceReport) -> Iterator[ReadableSpan]:
             )
 
 
-class _Kept(logging.Handler):
+class _LastComplaint(logging.Handler):
     """Keeps the exporter's last complaint instead of printing it."""
 
     last = ""

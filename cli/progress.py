@@ -19,14 +19,21 @@ _NAME = 24  # cells of a model's name beside its bar
 
 def bar_columns() -> tuple[ProgressColumn, ...]:
     """Return the columns of a swap's bar; its task has the fields that `bar_fields` gives."""
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Task, TextColumn, TransferSpeedColumn
     from rich.table import Column
+    from rich.text import Text
+
+    class Rate(TransferSpeedColumn):
+        """Bytes a second, once that is known."""
+
+        def render(self, task: Task) -> Text:
+            return super().render(task) if task.finished_speed or task.speed else Text()
 
     return (
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
         BarColumn(bar_width=None),
         DownloadColumn(table_column=Column(no_wrap=True)),
-        TransferSpeedColumn(table_column=Column(no_wrap=True)),
+        Rate(table_column=Column(no_wrap=True)),
         TextColumn("{task.fields[members]}", markup=False, table_column=Column(no_wrap=True)),
     )
 

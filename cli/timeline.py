@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from refitd.protocol.traces import TraceReport, TraceSpan
 from refitd_cli import html
-from refitd_cli.chrome_trace import Process, processes
+from refitd_cli.chrome_trace import TracedProcess, processes
 from refitd_cli.output import duration, size
 
 # Rows of one trace, and bars of one row; the rest is counted.
@@ -45,7 +45,7 @@ def timeline(report: TraceReport) -> str:
     return "\n".join(found)
 
 
-def _rows(part: Process, began: float, total: float) -> Iterator[str]:
+def _rows(part: TracedProcess, began: float, total: float) -> Iterator[str]:
     by_who: dict[str, dict[str, list[TraceSpan]]] = {}
     for span in part.spans:
         by_who.setdefault(span.who, {}).setdefault(span.name, []).append(span)

@@ -15,7 +15,7 @@ from refitd_cli.session import json_option
 
 @click.command()
 @click.argument("name")
-@click.option("--directory", default=".", metavar="DIR", help="Where the files go.  [default: here]")
+@click.option("--directory", default=".", metavar="DIR", help="Where the files go; may be new.  [default: here]")
 @click.option("--replace", is_flag=True, help="Write over a key of this name; the old one is lost.")
 @json_option
 def keygen(name: str, directory: str, replace: bool, as_json: bool) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import click
 
 from refitd.protocol.reports import ModelStatus
 from refitd_cli.output import print_json, print_table, say, size, to_json, version, versions
 from refitd_cli.session import Session, address_option, json_option
+
+NAMED = 4  # replicas of a model in its line; of more, `refitctl watch` has one each
 
 
 @click.command()
@@ -39,8 +43,12 @@ def _row(model: ModelStatus) -> tuple[str, ...]:
 
 
 def served(model: ModelStatus) -> str:
-    """Return what each replica serves: "a: 7, b: 6" or, where ranks of one differ, "a: 6+7"."""
+    """Return what each replica serves: "a: 7, b: 6" or, where ranks of one differ, "a: 6+7"; or how many serve what."""
     replicas: dict[str, set[str]] = {}
     for target in model.targets:
         replicas.setdefault(target.replica, set()).add(version(target.version))
-    return ", ".join(f"{name}: {'+'.join(sorted(found))}" for name, found in sorted(replicas.items())) or "-"
+    found = {name: "+".join(sorted(those)) for name, those in sorted(replicas.items())}
+    if len(found) > NAMED:
+        counts = sorted(Counter(found.values()).items())
+        return ", ".join(f"{served} in {count} of them" for served, count in counts)
+    return ", ".join(f"{name}: {served}" for name, served in found.items()) or "-"

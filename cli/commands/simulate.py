@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ROUTES = ("direct", "relayed", "delta", "relayed delta")
 EXPLAINED = {
-    "direct": "what one node needs crosses to it once; this is what refitd does",
+    "direct": "what one node needs crosses to it once",
     "relayed": "replicas that are cut alike pass it on, node to node",
     "delta": "only changed elements cross",
     "relayed delta": "both",

@@ -19,8 +19,8 @@ from refitd.protocol.reports import SwapReport
 from refitd.states import SwapOutcome
 from refitd.text import printable
 from refitd_cli.demo.channel import Message
-from refitd_cli.demo.crew import Crew, DemoFailed
 from refitd_cli.demo.layout import TransformerConfig
+from refitd_cli.demo.processes import DemoFailed, DemoProcesses
 from refitd_cli.demo.proof import Party, Verdict, compare, logits_path, state_path, whole_model
 from refitd_cli.demo.show import Progress, ShownChange, SwapRow, as_object, pauses, sample, tables
 from refitd_cli.output import duration, print_json, rate, size, to_json
@@ -55,7 +55,7 @@ class Demo:
         self.directory, self.progress, self.replicas = directory, progress, replicas
         self.arriving: dict[str, int] = {}  # bytes of a swap, by replica
         self.runtime_dir = directory / "run"
-        self.crew = Crew(directory, self._took, progress.waiting)
+        self.processes = DemoProcesses(directory, self._took, progress.waiting)
         self.rows: list[SwapRow] = []
         # (replica, version): the first text of that version
         self._samples: dict[tuple[str, int | None], str] = {}
@@ -63,23 +63,23 @@ class Demo:
     def start(self) -> None:
         """Start every process and return when the trainer can begin; engines may still be loading."""
         self.progress.say("starting the daemon: refitd serve --standalone")
-        daemon = self.crew.start_daemon(CONFIG, self.runtime_dir, START_S)
+        daemon = self.processes.start_daemon(CONFIG, self.runtime_dir, START_S)
         self.progress.say(f"refitd is ready (pid {daemon.pid})")
         # it offers what an engine in MXFP8 wants
         offers = "mxfp8" if "mxfp8" in self.replicas.values() else "private"
         self._start(TRAINER, "trainer", TRAINER_SEED, offers)
         for index, (replica, memory) in enumerate(self.replicas.items()):
             self._start(replica, "engine", FIRST_ENGINE_SEED + index, memory)
-        self.crew.wait("ready", TRAINER.members, START_S)
+        self.processes.wait("ready", TRAINER.members, START_S)
 
     def round(self, version: int) -> None:
         """Train a little, publish, swap, and wait until every engine serves the new version."""
         trainers = list(TRAINER.members)
         seconds = (ROUNDS_END_S - self.progress.seconds) / (SWAPS - version + 1) - SWAP_AND_FLIP_S
-        self.crew.send(trainers, "train", steps=STEPS_PER_SWAP, seconds=seconds)
-        trained = self.crew.wait("trained", trainers, TRAIN_S)[trainers[0]]
-        self.crew.send(trainers, "publish", version=version)
-        published = self.crew.wait("published", trainers, SWAP_S)
+        self.processes.send(trainers, "train", steps=STEPS_PER_SWAP, seconds=seconds)
+        trained = self.processes.wait("trained", trainers, TRAIN_S)[trainers[0]]
+        self.processes.send(trainers, "publish", version=version)
+        published = self.processes.wait("published", trainers, SWAP_S)
         self.await_samples()
         # The last swap is the operator's; the others are a training loop's.
         by_operator = version == SWAPS
@@ -112,7 +112,7 @@ class Demo:
     def await_samples(self) -> None:
         """Return when every engine has completed a text with its version; before the first swap, when it serves."""
         if not self.rows:
-            self.crew.wait("ready", [member for replica in self.replicas for member in replica.members], START_S)
+            self.processes.wait("ready", [member for replica in self.replicas for member in replica.members], START_S)
             return
         row = self.rows[-1]
         for name, flip in row.flips.items():
@@ -124,15 +124,15 @@ class Demo:
         config = TransformerConfig()
         self.progress.say("engines finish; every process writes its tensors and its logits on held-out text")
         self.arriving = self._arriving()
-        self.crew.send((replica.leader for replica in self.replicas), "settle")
-        self.crew.wait("settled", [member for replica in self.replicas for member in replica.members], CHECK_S)
-        for member in self.crew.members:
+        self.processes.send((replica.leader for replica in self.replicas), "settle")
+        self.processes.wait("settled", [member for replica in self.replicas for member in replica.members], CHECK_S)
+        for member in self.processes.members:
             paths = {
                 "state": str(state_path(self.directory, member)),
                 "logits": str(logits_path(self.directory, member)),
             }
-            self.crew.send([member], "check", **paths, **CHECKED_TEXT)
-        checked = self.crew.wait("checked", self.crew.members, CHECK_S)
+            self.processes.send([member], "check", **paths, **CHECKED_TEXT)
+        checked = self.processes.wait("checked", self.processes.members, CHECK_S)
         for name, message in checked.items():
             if not message.get("places_unchanged", True):
                 raise DemoFailed(f"{name}: a tensor has moved")
@@ -154,7 +154,7 @@ class Demo:
 
     def _start(self, party: Party, module: str, seed: int, memory: str) -> None:
         for member, layout in party.members.items():
-            self.crew.start(
+            self.processes.start(
                 member,
                 f"refitd_cli.demo.{module}",
                 *("--name", party.name),
@@ -179,14 +179,14 @@ class Demo:
         command = [sys.executable, "-m", "refitd_cli.control", "swap", MODEL, "--version", str(version)]
         self.progress.say(f"refitctl swap {MODEL} --version {version} --json")
         address = ["--address", str(self.runtime_dir), "--timeout", str(SWAP_S), "--json"]
-        printed = self.crew.run("refitctl", [*command, *address], SWAP_S)
+        printed = self.processes.run("refitctl", [*command, *address], SWAP_S)
         report = msgspec.json.decode(printed.splitlines()[-1], type=SwapReport)
         if report.outcome != SwapOutcome.COMMITTED or report.version != version:
             raise DemoFailed(f"refitctl exited 0 but printed {printed}")
         return report
 
     def _flip(self, replica: Party, version: int) -> ShownChange:
-        flips = self.crew.wait("flip", replica.members, FLIP_S)
+        flips = self.processes.wait("flip", replica.members, FLIP_S)
         tokens = {message["token"] for message in flips.values()}
         versions = {message["version"] for message in flips.values()}
         if versions != {version} or len(tokens) != 1:
@@ -203,7 +203,7 @@ class Demo:
         def arrived() -> bool:
             return (name, version) in self._samples
 
-        self.crew.wait_until(arrived, lambda: f"text of version {version} from {name}", SAMPLE_S)
+        self.processes.wait_until(arrived, lambda: f"text of version {version} from {name}", SAMPLE_S)
 
     def _took(self, name: str, message: Message) -> None:
         match message["event"]:
@@ -237,12 +237,12 @@ def main(json_output: bool, *, mxfp8: bool = False) -> int:
             demo.await_samples()
             verdicts = demo.check()
             progress.say("every process leaves")
-            demo.crew.dismiss()
+            demo.processes.dismiss()
         except KeyboardInterrupt:
             progress.say("interrupted; ending every process")
             return INTERRUPTED
         except Exception as exc:
-            for line in demo.crew.tails().split("\n"):
+            for line in demo.processes.tails().split("\n"):
                 print(printable(line), file=sys.stderr)
             progress.say(f"the demo failed: {exc}")
             if not isinstance(exc, DemoFailed):
@@ -250,7 +250,7 @@ def main(json_output: bool, *, mxfp8: bool = False) -> int:
             return 1
         finally:
             with _uninterrupted():
-                demo.crew.stop()
+                demo.processes.stop()
     layouts = {party.name: str(party) for party in (TRAINER, *replicas)}
     tables(demo.rows, verdicts, layouts, demo.arriving, to_stderr=json_output)
     progress.say(pauses(demo.rows))

@@ -18,10 +18,10 @@ from torch import nn
 
 from refitd import ParameterMetadata, PlanError, flat_tiles, unwrapped_name
 
-Held = tuple[dict[str, torch.Tensor], list[ParameterMetadata]]
+FlatShards = tuple[dict[str, torch.Tensor], list[ParameterMetadata]]
 
 
-def fsdp1_tensors(module: nn.Module, rank: int) -> Held:
+def fsdp1_tensors(module: nn.Module, rank: int) -> FlatShards:
     """Return this rank's tensors of a module wrapped in FullyShardedDataParallel, and their descriptions.
 
         tensors, metadata = fsdp1_tensors(model, rank)
@@ -39,7 +39,7 @@ def fsdp1_tensors(module: nn.Module, rank: int) -> Held:
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    held: Held = {}, []
+    held: FlatShards = {}, []
     managed: set[int] = set()
     for prefix, unit in module.named_modules():
         handle = getattr(unit, "_handle", None) if isinstance(unit, FullyShardedDataParallel) else None
@@ -70,7 +70,7 @@ def fsdp1_tensors(module: nn.Module, rank: int) -> Held:
     return held
 
 
-def zero3_tensors(module: nn.Module, rank: int) -> Held:
+def zero3_tensors(module: nn.Module, rank: int) -> FlatShards:
     """Return this rank's tensors of a module partitioned by DeepSpeed ZeRO stage 3, as `fsdp1_tensors` does.
 
     Each parameter is split into equal runs, one for each data-parallel rank, with padding at the end; so are those
@@ -81,7 +81,7 @@ def zero3_tensors(module: nn.Module, rank: int) -> Held:
     Raises:
         PlanError: a parameter has no partition on this rank. Names it.
     """
-    held: Held = {}, []
+    held: FlatShards = {}, []
     named: dict[int, list[str]] = {}
     for full, param in module.named_parameters(remove_duplicate=False):
         named.setdefault(id(param), []).append(unwrapped_name(full))
@@ -103,7 +103,7 @@ def zero3_tensors(module: nn.Module, rank: int) -> Held:
 
 
 def _add(
-    held: Held,
+    held: FlatShards,
     name: str,
     part: torch.Tensor,
     shape: tuple[int, ...],
@@ -128,7 +128,7 @@ def _add(
     )
 
 
-def _add_rest(held: Held, module: nn.Module, managed: set[int], rank: int) -> None:
+def _add_rest(held: FlatShards, module: nn.Module, managed: set[int], rank: int) -> None:
     """Add tensors that the framework does not split: ignored parameters and persistent buffers."""
     tensors, metadata = held
     rest = [(name, param) for name, param in module.named_parameters() if id(param) not in managed]

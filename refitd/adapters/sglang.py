@@ -69,7 +69,7 @@ class Settings:
         return cls(**given)
 
 
-class Engine:
+class SchedulerRank:
     """One scheduler process's rank of a replica."""
 
     def __init__(self, model: torch.nn.Module, settings: Settings) -> None:
@@ -157,7 +157,7 @@ def take_over(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.T
     # the model is what lives as long as the engine
     engine = model.__dict__.get("_refitd")
     if engine is None:
-        engine = Engine(model, Settings.of(json.loads(bytes(sent["refitd.settings"].tolist()))))
+        engine = SchedulerRank(model, Settings.of(json.loads(bytes(sent["refitd.settings"].tolist()))))
     engine.bind()
     model.__dict__["_refitd"] = engine
     if (version := int(sent["refitd.version"].item())) >= 0:
@@ -226,7 +226,7 @@ class Follower:
     def __init__(self, given: dict[str, Any]) -> None:
         self._given = given
         self._steps = 0  # from the process's start: the same on all ranks
-        self._engine: Engine | None = None
+        self._engine: SchedulerRank | None = None
         self._target: refitd.Target | None = None
         self._next_try, self._refused = float("-inf"), ""
 
@@ -272,7 +272,7 @@ class Follower:
             found = next((m for m in client.status().models if m.model == settings.model), None)
             if found is None or not found.sources or len(found.sources) < found.source_world_size:
                 return None
-        self._engine = self._engine or Engine(scheduler.tp_worker.model_runner.model, settings)
+        self._engine = self._engine or SchedulerRank(scheduler.tp_worker.model_runner.model, settings)
         return self._engine.bind()
 
 

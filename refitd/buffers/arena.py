@@ -144,7 +144,10 @@ class MappedArena:
         try:
             self.mapping = Mapping(fd, nbytes, write=write)
         except OSError as exc:
-            raise ArenaError(f"arena of {nbytes} bytes cannot be mapped: {exc.strerror}") from exc
+            raise ArenaError(
+                f"arena of {nbytes} bytes cannot be mapped: {exc.strerror}; check `ulimit -v` of this process and the "
+                "sysctl vm.max_map_count"
+            ) from exc
         self.nbytes = nbytes
         self.writable = write
         self.bytes: npt.NDArray[np.uint8] = self.mapping.bytes(write=write)

@@ -85,7 +85,7 @@ class Adoption:
     Attributes:
         parts, offsets: the parts, and where each begins in the arena.
         nbytes: the arena's size; 0 if nothing is to move.
-        contents: for the registered tensors, {name: (offset, bytes)} in the arena.
+        contents: for the registered tensors, {name: (offset, bytes of its elements)} in the arena.
         left: as in `Adopted`.
         tensors: as in `Adopted`.
         gpu: the device's number, HOST for main memory.
@@ -141,7 +141,8 @@ class Adoption:
         for name in [name for name, other in others.items() if id(other) in moved]:
             del self.left[name]
         self.tensors = len({id(value) for value in registered.values()})
-        self._spans = {name: _span(value) for name, value in registered.items()}
+        self._begins = {name: _span(value)[0] for name, value in registered.items()}
+        self._sizes = {name: value.numel() * value.element_size() for name, value in registered.items()}
         self.lay_out(offsets)
 
     def _check(self, storages: Storages, found: list[StoragePart], home: Arena | None) -> None:
@@ -160,8 +161,7 @@ class Adoption:
         self.contents: dict[str, tuple[int, int]] = {}
         for part, offset in zip(self.parts, offsets, strict=True):
             for name in part.names:
-                start, end = self._spans[name]
-                self.contents[name] = offset + start - part.start, end - start
+                self.contents[name] = offset + self._begins[name] - part.start, self._sizes[name]
 
     def perform(self, arena: Arena) -> None:
         """Copy every part into the arena and point its tensors there; undo everything on failure."""

@@ -26,7 +26,7 @@ _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
-class Moves:
+class ArenaCopies:
     """Precomputed copies between tensors and an arena. The tensors must not move afterwards."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:

@@ -113,12 +113,11 @@ def encoded(number: int, message: Message) -> bytes:
         ProtocolError: the message is too large.
     """
     try:
-        plain = msgspec.to_builtins(message, builtin_types=(bytes,))
-        msgspec.convert(plain, type(message), strict=True)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message), strict=True)
         return encode(number, message)
     except RefitdError:
         raise
-    except Exception as exc:  # msgspec, msgpack and Unicode each raise their own errors
+    except Exception as exc:  # msgspec and Unicode each raise their own errors
         raise RefusedError(
             f"{type(message).__name__} cannot be sent: {exc}; correct the argument of that name"
         ) from exc

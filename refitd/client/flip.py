@@ -23,7 +23,7 @@ _log = logging.getLogger("refitd.client")
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
-# The tensors that were placed in an arena: name -> (offset, bytes).
+# The tensors that were placed in an arena: name -> (offset, bytes of its elements, without gaps between them).
 Contents = Mapping[str, tuple[int, int]]
 
 

@@ -29,7 +29,7 @@ from refitd.mxfp8 import BLOCK, Rounding
 from refitd.protocol.shards import shard_of
 from refitd.protocol.target_forms import Conversion, DerivedTensor, HeldTensor, staged
 from refitd.text import shown
-from refitd.transforms.mxfp8_buffers import Held, held_of, holds_columns, quantize
+from refitd.transforms.mxfp8_buffers import CheckedBuffer, held_of, holds_columns, quantize
 from refitd.transforms.mxfp8_format import Scratch
 
 # elements converted to bfloat16 at a time
@@ -170,7 +170,7 @@ class TargetTensors(TensorSet):
         with torch.no_grad():
             refresh(self._made)
 
-    def _check(self, buffers: Mapping[str, Held]) -> None:
+    def _check(self, buffers: Mapping[str, CheckedBuffer]) -> None:
         problems = []
         for m in self.metadata:
             if m.name in buffers and holds_columns(self.values[m.name]):
@@ -190,7 +190,7 @@ class TargetTensors(TensorSet):
         if problems:
             raise RefusedError("; ".join(problems))
 
-    def _declare(self, buffers: Mapping[str, Held], convert_on_send: bool) -> None:
+    def _declare(self, buffers: Mapping[str, CheckedBuffer], convert_on_send: bool) -> None:
         wire: list[ParameterMetadata] = []
         held: list[HeldTensor] = []
         conversions: list[Conversion] = []
@@ -358,7 +358,7 @@ def _offered(m: ParameterMetadata, offer: MXFP8Offer) -> Sequence[ParameterMetad
     return parts_of(m, Rounding(offer.rounding).value)
 
 
-def _twice(metas: Sequence[ParameterMetadata], buffers: Mapping[str, Held]) -> list[str]:
+def _twice(metas: Sequence[ParameterMetadata], buffers: Mapping[str, CheckedBuffer]) -> list[str]:
     """Return an error text for each pair of parameters that convert into the same memory or the same elements."""
     problems = []
     memory: dict[int, str] = {}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from refitd.buffers.layout import extent, packed_offsets
-from refitd.client.arena_copies import Moves, byte_strides, place_of, same_bytes
+from refitd.client.arena_copies import ArenaCopies, byte_strides, place_of, same_bytes
 from refitd.client.cuts import chunks_of, copied_cut, cut_of, laid_out
 from refitd.client.devices import Arena, Home, settle
 from refitd.client.given import (
@@ -142,7 +142,7 @@ class TensorSet:
         problems = [mismatch(m, named[m.name]) for m in self.metadata]
         refuse_all(problem for problem in problems if problem)
         lies = extents(self.tensors)
-        self._moves: Moves | None = None  # made at the first copy, and again after tensors have moved
+        self._copies: ArenaCopies | None = None  # made at the first copy, and again after tensors have moved
         refuse_all(
             f"{self.names[i]}: its memory cannot be {'written' if self._writes else 'read'} (a file that is mapped for "
             "reading, say); clone the tensor"
@@ -288,7 +288,7 @@ class TensorSet:
         if unreadable := out_of_reach(lies, write=False):
             raise RefusedError(f"{names[unreadable[0]]}: its memory cannot be read; register the source again")
         self._raw, self.values, self.tensors = raw, named, tensors
-        self._fingerprints, self._moves = prints, None
+        self._fingerprints, self._copies = prints, None
         self._cuts = [copied_cut(cut_of(value)) for value in raw.values()]
         return True
 
@@ -462,16 +462,16 @@ class TensorSet:
 
     def write_to(self, arena: Arena) -> None:
         """Copy every tensor into an arena in refitd's layout; call `follow` first."""
-        self._known_moves().perform(arena, into_arena=True)
+        self._known_copies().perform(arena, into_arena=True)
 
     def read_from(self, arena: Arena) -> None:
         """Copy every tensor out of an arena in refitd's layout, in place; call `check_unmoved` first."""
-        self._known_moves().perform(arena, into_arena=False)
+        self._known_copies().perform(arena, into_arena=False)
 
-    def _known_moves(self) -> Moves:
-        if self._moves is None:
-            self._moves = Moves(*self._moved())
-        return self._moves
+    def _known_copies(self) -> ArenaCopies:
+        if self._copies is None:
+            self._copies = ArenaCopies(*self._moved())
+        return self._copies
 
     def _moved(self) -> tuple[Sequence[torch.Tensor], Sequence[int]]:
         """Return the tensors that are copied unconverted, and their offsets in an arena."""

@@ -28,20 +28,20 @@ class Comparisons:
 
     def are_equal(self, running: Running, plan: LoadedPlan, now: float) -> bool:
         """Return whether the regions that several sources hold are known to be equal; if not, request digests."""
-        fleet, swap, regions = running.fleet, running.swap, plan.regions
+        membership, swap, regions = running.membership, running.swap, plan.regions
         is_compared = running.comparison is not None  # for this swap
         # seeds are compared with what they held when it went live
-        if is_compared or not len(regions) or not fleet.check_replicas or fleet.seeds:
+        if is_compared or not len(regions) or not membership.check_replicas or membership.seeds:
             return True
         # a rank that is not read may have dropped the version; a later swap compares it
         held = [
             member
-            for rank, member in sorted(fleet.sources.items())
+            for rank, member in sorted(membership.sources.items())
             if rank in regions.holder_of and swap.version in member.versions
         ]
         said = [regions.digest, *(f"{member.id} {member.contents}" for member in held)]
         key = xxhash.xxh3_128_hexdigest("\0".join(said).encode())
-        if not held or fleet.compared.get(key):
+        if not held or membership.compared.get(key):
             return True
         timeout_s = NODE_SHARE * (swap.deadline - now)
         comparison = RegionComparison(key, regions, held, now + timeout_s)
@@ -67,7 +67,7 @@ class Comparisons:
         if problems := comparison.problems():
             advice = f"[models.{model}] check_replicas = false at the coordinator swaps all the same"
             return f"{'; '.join(problems)} ({advice})"
-        running.fleet.compared.put(comparison.key, True)
+        running.membership.compared.put(comparison.key, True)
         return running.plan
 
     def late(self, running: Running, now: float) -> str:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from refitd.coordinator import decision
 from refitd.coordinator.members import Controller, ControlStep, Member, Node
-from refitd.coordinator.membership import Model
+from refitd.coordinator.membership import Membership
 from refitd.coordinator.models import Models
 from refitd.errors import RefusedError
 from refitd.protocol import control
@@ -53,7 +53,7 @@ class Controllers:
 
     # --- registration -------------------------------------------------------------------------------------
 
-    def add(self, node: Node, added: control.AddController, fleet: Model, now: float) -> None:
+    def add(self, node: Node, added: control.AddController, membership: Membership, now: float) -> None:
         """Register a controller.
 
         Raises:
@@ -61,7 +61,7 @@ class Controllers:
         """
         if len(self._all) >= MAX_CONTROLLERS:
             raise RefusedError(f"controller {added.member!r}: there are {MAX_CONTROLLERS} already, which is the limit")
-        there = fleet.controllers.get(added.replica)
+        there = membership.controllers.get(added.replica)
         if added.member in self._all:
             raise RefusedError(f"controller {added.member!r} is registered already, on {self._all[added.member].node}")
         if there is not None:
@@ -70,7 +70,7 @@ class Controllers:
                 f"{there.host} already; close that controller first"
             )
         found = Controller(added, node.status.node, node.status.host)
-        fleet.controllers[added.replica] = self._all[found.id] = found
+        membership.controllers[added.replica] = self._all[found.id] = found
         self._log("registered", model=added.model, member=found.id, who=found.describe(), bytes=0)
         if added.busy:  # it stands still for a swap of an earlier coordinator
             found.swap, found.step, found.due_at = added.busy, ControlStep.PAUSED, now + RANKS_S
@@ -84,9 +84,9 @@ class Controllers:
         del self._all[member]
         model = found.added.model
         self._log("left", model=model, member=member, who=found.describe(), reason=reason)
-        fleet = self._models[model].fleet
-        if fleet.controllers.get(found.added.replica) is found:
-            del fleet.controllers[found.added.replica]
+        membership = self._models[model].membership
+        if membership.controllers.get(found.added.replica) is found:
+            del membership.controllers[found.added.replica]
         state = self._models[model]
         if state.running is not None and member in state.running.swap.names:
             self._step_swap(state.running.swap.swap, decision.MemberLost(member, reason), now)
@@ -171,7 +171,7 @@ class Controllers:
     def ranks_changed(self, model: str, replica: str, now: float) -> None:
         """Continue after a rank of this replica registered, committed, failed or left."""
         state = self._models.get(model)
-        found = None if state is None else state.fleet.controllers.get(replica)
+        found = None if state is None else state.membership.controllers.get(replica)
         if found is not None:
             self._look(found, now)
 
@@ -247,12 +247,11 @@ class Controllers:
     # --- details ------------------------------------------------------------------------------------------
 
     def _of(self, member: Member) -> Controller | None:
-        return self._models[member.added.model].fleet.controllers.get(member.added.replica)
+        return self._models[member.added.model].membership.controllers.get(member.added.replica)
 
     def _ranks(self, found: Controller) -> list[Member]:
         state = self._models.get(found.added.model)
-        targets = {} if state is None else state.fleet.targets
-        return [m for (replica, _), m in sorted(targets.items()) if replica == found.added.replica]
+        return [] if state is None else state.membership.replica(found.added.replica)
 
     def _enter(self, found: Controller, swap: str, version: int, *, is_decided: bool) -> None:
         found.swap, found.version, found.is_decided = swap, version, is_decided

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from refitd.coordinator.actions import DrainWritten, Instruction, WriteDrain
 from refitd.coordinator.admission import MAX_NODES
 from refitd.coordinator.members import Member, Node
-from refitd.coordinator.membership import Model
+from refitd.coordinator.membership import Membership
 from refitd.coordinator.models import Models, ModelState, Running, Waiter
 from refitd.coordinator.records import Drain, Drained
 from refitd.coordinator.report import swap_progress
@@ -23,8 +23,8 @@ class Drains:
     """Drains and resumes nodes. A drain is journalled before it is answered, so that it outlives the coordinator.
 
     Attributes:
-        nodes: the drained nodes with the replicas that have, or had, a rank or their controller there. Every `Model`
-            reads it.
+        nodes: the drained nodes with the replicas that have, or had, a rank or their controller there. Every
+            `Membership` reads it.
     """
 
     def __init__(
@@ -55,8 +55,13 @@ class Drains:
         if len(self.nodes) >= MAX_NODES:
             raise RefusedError(f"node {node!r}: {MAX_NODES} nodes are drained already; resume those that are gone")
         here = {
-            *((name, m.added.replica) for name, s in self._models.items() for m in _on(node, s.fleet)),
-            *((name, r) for name, s in self._models.items() for r, c in s.fleet.controllers.items() if c.node == node),
+            *((name, m.added.replica) for name, s in self._models.items() for m in _on(node, s.membership)),
+            *(
+                (name, r)
+                for name, s in self._models.items()
+                for r, c in s.membership.controllers.items()
+                if c.node == node
+            ),
         }
         self._out(WriteDrain(Drain(node, frozenset(here)), waiter))
 
@@ -93,12 +98,12 @@ class Drains:
                 self._log("drained", node=node, replicas=len(report.replicas), sources=sources)
                 self._send(*waiter, report)
             return
-        before = {name: state.fleet.drained() for name, state in self._models.items()}
+        before = {name: state.membership.drained() for name, state in self._models.items()}
         self.nodes.pop(node, None)
         again = tuple(
             ReplicaName(name, replica)
             for name, state in sorted(self._models.items())
-            for replica in sorted({*before[name]} - {*state.fleet.drained()})
+            for replica in sorted({*before[name]} - {*state.membership.drained()})
         )
         self._log("resumed", node=node, replicas=len(again))
         if waiter is not None:
@@ -110,14 +115,14 @@ class Drains:
         states = sorted(self._models.items())
         replicas, stranded = [], []
         for name, state in states:
-            left_out = state.fleet.drained()
+            left_out = state.membership.drained()
             replicas += [ReplicaName(name, r) for r in left_out if (name, r) in self.nodes[node]]
-            if left_out and not state.fleet.engines().targets:
+            if left_out and not state.membership.engines().targets:
                 stranded.append(name)
         sources = [
             DrainedSource(name, rank, m.host, m.added.pid)
             for name, state in states
-            for rank, m in sorted(state.fleet.sources.items())
+            for rank, m in sorted(state.membership.sources.items())
             if m.node == node
         ]
         found = [s.running for _, s in states if s.running is not None and _takes_part(node, s.running)]
@@ -125,12 +130,12 @@ class Drains:
         return DrainReport(node, changed, tuple(replicas), tuple(stranded), tuple(sources), running)
 
 
-def _on(node: str, fleet: Model) -> list[Member]:
-    return [member for member in fleet.targets.values() if member.node == node]
+def _on(node: str, membership: Membership) -> list[Member]:
+    return [member for member in membership.targets.values() if member.node == node]
 
 
 def _takes_part(node: str, running: Running) -> bool:
-    members = {m.node for m in running.members.values()} | {c.node for c in running.fleet.in_control()}
+    members = {m.node for m in running.members.values()} | {c.node for c in running.membership.in_control()}
     return node in members or node in running.swap.nodes
 
 

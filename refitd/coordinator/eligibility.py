@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from refitd.coordinator.members import Member
-from refitd.coordinator.membership import Model
+from refitd.coordinator.membership import Membership
 from refitd.coordinator.partial import as_offered, part_problems
 from refitd.coordinator.requirements import offer_problems, shortened
 from refitd.errors import RefusedError
 
 
-def version_to_swap(model: Model, wanted: int | None, *, may_be_older: bool = False) -> int:
+def version_to_swap(model: Membership, wanted: int | None, *, may_be_older: bool = False) -> int:
     """Return the version that a swap would make live; older than the served one only with `may_be_older`.
 
     Raises:
@@ -44,7 +46,7 @@ def version_to_swap(model: Model, wanted: int | None, *, may_be_older: bool = Fa
     return version
 
 
-def spare_run(model: Model, version: int) -> str | None:
+def spare_run(model: Membership, version: int) -> str | None:
     """Return the run of a version that every target rank can exchange its live one for; None if some cannot.
 
     Raises:
@@ -58,7 +60,7 @@ def spare_run(model: Model, version: int) -> str | None:
     return found[1]
 
 
-def _check_run(model: Model) -> None:
+def _check_run(model: Membership) -> None:
     if model.run() is not None:
         return
     ranks: dict[str, list[int]] = {}
@@ -71,7 +73,7 @@ def _check_run(model: Model) -> None:
     )
 
 
-def check_targets(model: Model, version: int, *, may_be_older: bool) -> None:
+def check_targets(model: Membership, version: int, *, may_be_older: bool) -> None:
     """Check that every target can be given this version, by the sources or by seeds.
 
     Raises:
@@ -79,20 +81,20 @@ def check_targets(model: Model, version: int, *, may_be_older: bool) -> None:
     """
     if not model.targets:
         raise RefusedError(f"model {model.name!r} has no target; start an engine and let it register_target")
-    for replica in sorted({replica for replica, _ in model.targets}):
-        ranks = {rank: m for (r, rank), m in model.targets.items() if r == replica}
-        world = next(iter(ranks.values())).added.world_size
-        if missing := [rank for rank in range(world) if rank not in ranks]:
+    offers = _Offers(model)
+    for replica, ranks in model.replicas().items():
+        world, there = ranks[0].added.world_size, {member.added.rank for member in ranks}
+        if missing := [rank for rank in range(world) if rank not in there]:
             raise RefusedError(
                 f"model {model.name!r}: replica {replica!r} lacks ranks {missing} of {world}; "
                 "wait until they have registered, or stop the others"
             )
-        if model.lacks_controller(replica, ranks.values()):
+        if model.lacks_controller(replica, ranks):
             raise RefusedError(
                 f"model {model.name!r}: replica {replica!r} commits only when its controller says so, and has none; "
                 f"call client.control_replica({model.name!r}, {replica!r}, ...) in the process that drives it"
             )
-        for member in ranks.values():
+        for member in ranks:
             if member.staged is not None:
                 raise RefusedError(
                     f"model {model.name!r}: {member.describe()} has not yet taken over the version of swap "
@@ -103,35 +105,50 @@ def check_targets(model: Model, version: int, *, may_be_older: bool) -> None:
                     f"model {model.name!r}: {member.describe()} serves version {member.version}, which is newer "
                     f"than {version}; publish a higher version, or `refitctl rollback` to it"
                 )
-            _check_held(model, member)
-        if problems := _unfollowable(model, replica):
+            _check_held(model, member, offers)
+        if problems := offers.unfollowable(ranks):
             raise RefusedError(f"model {model.name!r}: replica {replica!r}: {shortened(problems)}")
 
 
-def _check_held(model: Model, member: Member) -> None:
+def _check_held(model: Membership, member: Member, offers: _Offers) -> None:
     if member.added.stale:
         raise RefusedError(
             f"model {model.name!r}: {member.describe()} has {', '.join(member.added.stale)} derived from its "
             "weights, and no hook that makes it anew; register it with Derived(..., refresh=...)"
         )
-    if problems := _unoffered(model, member):
+    if problems := offers.lacking(member):
         raise RefusedError(f"model {model.name!r}: {member.describe()}: {shortened(problems)}")
 
 
-def unoffered(model: Model) -> list[str]:
+def unoffered(model: Membership) -> list[str]:
     """Return the parts that targets want in MXFP8 and no source offers, and tensors that replicas may not keep."""
-    found = [f"{m.describe()}: {what}" for m in model.targets.values() for what in _unoffered(model, m)]
-    for replica in sorted({replica for replica, _ in model.targets}):
-        found += [f"replica {replica!r}: {what}" for what in _unfollowable(model, replica)]
+    offers = _Offers(model)
+    found = [f"{m.describe()}: {what}" for m in model.targets.values() for what in offers.lacking(m)]
+    for replica, ranks in model.replicas().items():
+        found += [f"replica {replica!r}: {what}" for what in offers.unfollowable(ranks)]
     return found
 
 
-def _unfollowable(model: Model, replica: str) -> list[str]:
-    ranks = [m.shard for (r, _), m in model.targets.items() if r == replica]
-    offered = {m.added.digest: m.shard for m in model.givers()}.values()
-    return part_problems(as_offered(offered, ranks) if model.seeds else offered, ranks)
+class _Offers:
+    """What sources or seeds offer, compared once with targets of equal descriptions: there may be thousands of them."""
 
+    def __init__(self, model: Membership) -> None:
+        self._offered = {m.added.digest: m.shard for m in model.givers()}.values()
+        self._are_seeds = bool(model.seeds)
+        self._lacking: dict[str, list[str]] = {}
+        self._unfollowable: dict[tuple[str, ...], list[str]] = {}
 
-def _unoffered(model: Model, member: Member) -> list[str]:
-    shards = {m.added.digest: m.shard for m in model.givers()} if member.wants else {}
-    return offer_problems(shards.values(), member.wants)
+    def lacking(self, member: Member) -> list[str]:
+        """Return what a target wants in MXFP8 that is not offered."""
+        if member.wants and member.added.digest not in self._lacking:
+            self._lacking[member.added.digest] = offer_problems(self._offered, member.wants)
+        return self._lacking[member.added.digest] if member.wants else []
+
+    def unfollowable(self, ranks: Sequence[Member]) -> list[str]:
+        """Return why a replica of these ranks cannot follow what is offered."""
+        alike = tuple(m.added.digest for m in ranks)
+        if alike not in self._unfollowable:
+            shards = [m.shard for m in ranks]
+            offered = as_offered(self._offered, shards) if self._are_seeds else self._offered
+            self._unfollowable[alike] = part_problems(offered, shards)
+        return self._unfollowable[alike]

@@ -40,7 +40,7 @@ from refitd.metrics import opened
 from refitd.protocol import cluster
 from refitd.protocol.background import LARGE_FRAME, BackgroundThread
 from refitd.protocol.base import MAX_MESSAGE_BYTES
-from refitd.protocol.channel import Received, Router, framed
+from refitd.protocol.channel import Received, Router, framed, hear_out
 from refitd.protocol.codec import NODE_HELLO_BYTES, BadMessage, Decoder, UnknownKind, request_of
 from refitd.protocol.directory import make_runtime_dir
 from refitd.protocol.keys import ServerKeys
@@ -171,13 +171,16 @@ class CoordinatorShell:
                 self._log("slow-turn", seconds=took_s)
 
     def say_goodbye(self) -> None:
-        """Tell all daemons that this coordinator ends, so that they look for the next one at once."""
+        """Tell all daemons that this coordinator ends, so that they look for the next one at once; hear them out."""
+        if not self._state.nodes:
+            return
         text = (
             f"the coordinator on {socket.gethostname()} (pid {os.getpid()}) was stopped; `refitctl history` says what "
             "became of a swap; try again when the next one runs"
         )
         for node in self._state.nodes.values():
             self._router.send(node.identity, 0, Failure(code=cluster.LEAVES, message=text))
+        hear_out([self._router.socket], cluster.LAST_WORDS_S)
 
     def close(self) -> None:
         """End the threads, once they have done what they are doing."""
@@ -324,16 +327,15 @@ class CoordinatorShell:
         return contextlib.nullcontext() if self._monitor is None else self._monitor.journalling()
 
     def _plan(self, asked: act.MakePlan) -> act.Planned:
-        ticket = asked.ticket
         try:
             cables = cables_for(asked.cluster, (roster.node for roster in asked.rosters))
             plan = make_plan(asked.rosters, self._memory, may_relay=asked.may_relay, last=asked.last, cables=cables)
-            return act.Planned(ticket, plan)
+            return act.Planned(asked.ticket, plan)
         except RefitdError as exc:
-            return act.Planned(ticket, None, exc)
+            return act.Planned(asked.ticket, None, exc)
         except Exception as exc:  # an unexpected description must fail only its own swap
             self._log.failed("internal-error", message="MakePlan")
-            return act.Planned(ticket, None, PlanError(f"planning failed: {exc!r}; the log has the details"))
+            return act.Planned(asked.ticket, None, PlanError(f"planning failed: {exc!r}; the log has the details"))
 
     def _perform(self, instruction: act.Instruction) -> act.Event | None:
         match instruction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from refitd.coordinator.plan_parts import HeldParts
@@ -111,6 +112,14 @@ class Controller:
     def describe(self) -> str:
         """Return its name for people."""
         return f"controller of {self.added.replica} (node {self.node}, host {self.host}, pid {self.added.pid})"
+
+
+def by_node(members: Iterable[Member]) -> dict[str, list[Member]]:
+    """Return members by their node, in the order given."""
+    found: dict[str, list[Member]] = {}
+    for member in members:
+        found.setdefault(member.node, []).append(member)
+    return found
 
 
 def poison(member: Member, swap: str, reason: str) -> None:

@@ -28,7 +28,7 @@ Forms = npt.NDArray[np.uint64]
 
 
 @dataclass(slots=True)
-class Model:
+class Membership:
     """One model with its sources and targets."""
 
     name: str
@@ -42,10 +42,25 @@ class Model:
     # keys of comparisons in which all source ranks were equal
     compared: BoundedCache[str, bool] = field(default_factory=lambda: BoundedCache(MAX_COMPARED))
     forms: BoundedCache[str, Forms] = field(default_factory=lambda: BoundedCache(MAX_FORMS))  # by digest of a shard
+    # the targets by replica and rank: most that is said of one rank concerns its replica, not thousands of others
+    _replicas: dict[str, dict[int, Member]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._replicas = {}
+        for (replica, rank), member in self.targets.items():
+            self._replicas.setdefault(replica, {})[rank] = member
 
     def members(self) -> list[Member]:
         """Return sources, seeds and targets, each in rank order."""
         return [*self.givers(), *(m for _, m in sorted(self.targets.items()))]
+
+    def replicas(self) -> dict[str, list[Member]]:
+        """Return the target ranks of each replica, by name and in rank order."""
+        return {replica: self.replica(replica) for replica in sorted(self._replicas)}
+
+    def replica(self, name: str) -> list[Member]:
+        """Return the target ranks of a replica, in rank order."""
+        return [m for _, m in sorted(self._replicas.get(name, {}).items())]
 
     def givers(self) -> list[Member]:
         """Return the ranks that a swap of these members may read: its seeds, or else the sources, in rank order."""
@@ -70,6 +85,13 @@ class Model:
             return []
         held = [member.versions for member in self.sources.values()]
         return sorted(set.intersection(*held))
+
+    def completes(self, version: int) -> bool:
+        """Return whether every source rank that has registered holds a version.
+
+        Ranks that registered last are asked first: mostly they publish last, too.
+        """
+        return all(version in member.versions for member in reversed(self.sources.values()))
 
     def droppable(self) -> tuple[set[int], int]:
         """Return the versions that no rank needs to hold, and the newest complete one (-1: none).
@@ -120,7 +142,7 @@ class Model:
         if a.role == "source":
             pool, what = self.sources, f"model {self.name!r} source"
         else:
-            pool = {rank: m for (replica, rank), m in self.targets.items() if replica == a.replica}
+            pool = self._replicas.get(a.replica, {})
             what = f"model {self.name!r} replica {a.replica!r}"
         other_size = [other for other in pool.values() if other.added.world_size != a.world_size]
         for other in other_size:
@@ -145,7 +167,7 @@ class Model:
         if a.role == "source":
             self.sources[a.rank] = member
         else:
-            self.targets[(a.replica, a.rank)] = member
+            self.targets[(a.replica, a.rank)] = self._replicas.setdefault(a.replica, {})[a.rank] = member
 
     def remove(self, member: Member) -> None:
         """Remove a rank."""
@@ -153,14 +175,16 @@ class Model:
         if a.role == "source" and self.sources.get(a.rank) is member:
             del self.sources[a.rank]
         elif a.role == "target" and self.targets.get((a.replica, a.rank)) is member:
-            del self.targets[(a.replica, a.rank)]
+            del self.targets[(a.replica, a.rank)], self._replicas[a.replica][a.rank]
+            if not self._replicas[a.replica]:
+                del self._replicas[a.replica]
 
-    def only(self, replicas: Collection[str]) -> Model:
+    def only(self, replicas: Collection[str]) -> Membership:
         """Return this model with only these replicas; it shares the members."""
         targets = {key: member for key, member in self.targets.items() if key[0] in replicas}
         return replace(self, sources=dict(self.sources), targets=targets)
 
-    def seeded_by(self, seeds: Collection[str], replicas: Collection[str]) -> Model:
+    def seeded_by(self, seeds: Collection[str], replicas: Collection[str]) -> Membership:
         """Return this model without sources and with only `replicas`, which receive what the replicas `seeds` serve."""
         given = {key: member for key, member in self.targets.items() if key[0] in seeds}
         return replace(self.only(replicas), sources={}, seeds=given)
@@ -212,7 +236,7 @@ class Model:
             said.append(f"on a drained node: {', '.join(drained)}; refitctl resume {' or '.join(nodes)}")
         return f"every replica is left out ({'; '.join(said)})" if said else ""
 
-    def engines(self) -> Model:
+    def engines(self) -> Membership:
         """Return this model without replicas that observe, are suspended or drained; itself if there are none."""
         observers = {replica for (replica, _), m in self.targets.items() if m.added.observes}
         left_out = observers | set(self.suspended()) | set(self.drained())
@@ -221,8 +245,9 @@ class Model:
     def behind(self, live: LiveVersion, *, only_observers: bool = False) -> list[str]:
         """Return the complete replicas that can be caught up to the live version."""
         found, drained = [], self.drained()
-        for replica in sorted({r for (r, _), m in self.targets.items() if m.added.observes or not only_observers}):
-            ranks = [m for (r, _), m in self.targets.items() if r == replica]
+        for replica, ranks in self.replicas().items():
+            if only_observers and not any(m.added.observes for m in ranks):
+                continue
             late = [m for m in ranks if not live.is_at(m.version, m.run)]
             ready = len(ranks) == ranks[0].added.world_size and all(m.staged is None for m in ranks)
             ready = ready and not self.lacks_controller(replica, ranks)
@@ -246,26 +271,26 @@ class Model:
         """
         offsets = self._offsets()
         found = {m.id: rank for rank, m in self.sources.items()}
-        return found | {m.id: offsets[replica] + rank for (replica, rank), m in self._replicas().items()}
+        return found | {m.id: offsets[replica] + rank for (replica, rank), m in self._receivers().items()}
 
     def pools(self) -> list[list[Registered]]:
         """Return the planner's input: the sources, then each replica, with ranks numbered as in `ranks`."""
         pools = {"": [_registered(m, rank, f"source rank {rank}", True) for rank, m in sorted(self.sources.items())]}
         offsets, is_seeded = self._offsets(), bool(self.seeds)
-        for (replica, rank), m in sorted(self._replicas().items()):
+        for (replica, rank), m in sorted(self._receivers().items()):
             gives, label = (replica, rank) in self.seeds, f"{replica} rank {rank}"
             pools.setdefault(replica, []).append(_registered(m, offsets[replica] + rank, label, gives, is_seeded))
         return list(pools.values())
 
     def _offsets(self) -> dict[str, int]:
         offset, found = self.source_world(), {}
-        worlds = {replica: m.added.world_size for (replica, _), m in self._replicas().items()}
+        worlds = {replica: m.added.world_size for (replica, _), m in self._receivers().items()}
         for replica in sorted(worlds):
             found[replica] = offset
             offset += worlds[replica]
         return found
 
-    def _replicas(self) -> dict[tuple[str, int], Member]:
+    def _receivers(self) -> dict[tuple[str, int], Member]:
         return self.seeds | self.targets
 
 

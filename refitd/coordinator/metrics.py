@@ -60,18 +60,18 @@ def figures(state: CoordinatorState, queues: Mapping[str, int]) -> CoordinatorFi
 
 
 def _model(state: ModelState) -> _ModelFigures:
-    fleet = state.fleet
-    members = Tally(("source", "attached" if m.attached else "detached") for m in fleet.sources.values())
-    drained = {*fleet.drained()}
+    membership = state.membership
+    members = Tally(("source", "attached" if m.attached else "detached") for m in membership.sources.values())
+    drained = {*membership.drained()}
     members.update(
         ("target", "drained" if replica in drained else serving_state(m, state.live).value)
-        for (replica, _), m in fleet.targets.items()
+        for (replica, _), m in membership.targets.items()
     )
     replicas: dict[str, int | None] = {}
-    for (replica, _), m in fleet.engines().targets.items():
+    for (replica, _), m in membership.engines().targets.items():
         held = replicas.get(replica, m.version)
         replicas[replica] = None if held is None or m.version is None else min(held, m.version)
-    complete = fleet.complete_versions()
+    complete = membership.complete_versions()
     return _ModelFigures(
         complete[-1] if complete else None,
         None if state.live is None else state.live.version,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from refitd.coordinator.decision import Phase, Swap
 from refitd.coordinator.members import Member
-from refitd.coordinator.membership import Model
+from refitd.coordinator.membership import Membership
 from refitd.coordinator.plans import LoadedPlan
 from refitd.coordinator.records import LiveVersion, SwapRecord
 from refitd.coordinator.region_comparison import RegionComparison
@@ -46,7 +46,7 @@ class Running:
     waiters: list[Waiter]
     run: str
     kind: str
-    fleet: Model  # the whole model, or the replicas of a catch-up
+    membership: Membership  # the whole model, or the replicas of a catch-up
     members: dict[str, Member]  # at the swap's begin; members that leave are reported too
     sources: tuple[SourceReport, ...] = ()  # likewise; a lent version ends once it has been read
     answer_by: float | None = None  # when callers get an interim answer; None: only at the end
@@ -64,7 +64,7 @@ class Running:
 
     def base(self) -> tuple[int, str] | None:
         """Return the version (number, run) that most targets serve, unless it is this swap's own."""
-        served = Counter((m.version, m.run) for m in self.fleet.targets.values())
+        served = Counter((m.version, m.run) for m in self.membership.targets.values())
         found = [(number, run) for (number, run), _ in served.most_common() if number is not None]
         return found[0] if found and found[0] != (self.version, self.run) else None
 
@@ -97,7 +97,7 @@ class Queued:
 class ModelState:
     """One model."""
 
-    fleet: Model
+    membership: Membership
     live: LiveVersion | None = None  # the version that was decided last
     highest: int = -1  # the highest version that was ever decided
     tried: tuple[int, str] = (-1, "")  # (version, run) of the highest swap begun in the last run

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from refitd.coordinator.actions import Answer, Instruction, MakePlan, Planned, Send
 from refitd.coordinator.eligibility import unoffered
-from refitd.coordinator.membership import Model
+from refitd.coordinator.membership import Membership
 from refitd.coordinator.models import Models, ModelState, Waiter
 from refitd.coordinator.plans import LoadedPlan, PlanCache, plan_report
 from refitd.coordinator.rosters import ShardReader
@@ -22,7 +22,7 @@ class PlanRequest:
 
     model: str
     who: str | Waiter  # a swap, or an operator
-    fleet: Model
+    membership: Membership
     speeds: ClusterSpeeds | None = None
 
 
@@ -52,21 +52,21 @@ class Planning:
         Raises:
             PlanError: targets want parts that no source offers.
         """
-        if problems := unoffered(state.fleet):
+        if problems := unoffered(state.membership):
             raise PlanError(problems)
         if state.plan is not None:
-            self._out(Answer(*viewer, plan_report(state.fleet, state.plan)))
+            self._out(Answer(*viewer, plan_report(state.membership, state.plan)))
             return
-        event = self.ask(state.fleet.only({replica for replica, _ in state.fleet.targets}), viewer)
+        event = self.ask(state.membership.only({replica for replica, _ in state.membership.targets}), viewer)
         if event is not None:
             self.planned(event)
 
-    def ask(self, fleet: Model, who: str | Waiter) -> Planned | None:
+    def ask(self, membership: Membership, who: str | Waiter) -> Planned | None:
         """Request a plan for these members; if the result is known at once, return it for `planned`."""
-        pools, last = fleet.pools(), self._without_base(fleet)
+        pools, last = membership.pools(), self._without_base(membership)
         kept = self._kept.get(pools, self.speeds)
         self._tickets += 1
-        self.requests[self._tickets] = PlanRequest(fleet.name, who, fleet, self.speeds)
+        self.requests[self._tickets] = PlanRequest(membership.name, who, membership, self.speeds)
         # its copies stay right, but other nodes may have lost their base since it was made
         if kept is not None and kept.routed.relays.puts_last(last):
             return Planned(self._tickets, kept)
@@ -77,11 +77,11 @@ class Planning:
         self._out(MakePlan(self._tickets, rosters, self._may_relay, last, self.speeds))
         return None
 
-    def _without_base(self, fleet: Model) -> frozenset[str]:
+    def _without_base(self, membership: Membership) -> frozenset[str]:
         """Return the nodes with a target that does not hold the live version: it can make no message of a delta."""
-        state = self._models.get(fleet.name)
+        state = self._models.get(membership.name)
         live = None if state is None else state.live
-        targets = fleet.targets.values()
+        targets = membership.targets.values()
         return frozenset(m.node for m in targets if live is not None and not live.is_at(m.version, m.run))
 
     def planned(self, event: Planned) -> tuple[ModelState, LoadedPlan | str] | None:
@@ -91,12 +91,12 @@ class Planning:
             (model, plan or the reason why there is none) if a swap asked for it, else None.
         """
         asked = self.requests.pop(event.ticket)
-        who, fleet, plan = asked.who, asked.fleet, event.plan
+        who, membership, plan = asked.who, asked.membership, event.plan
         state = self._models.get(asked.model)
         if plan is not None and state is not None:
-            self._kept.put(fleet.pools(), asked.speeds, plan)
-            plan.belongs_to(fleet.name, fleet.ranks())
-            if fleet.ranks() == state.fleet.ranks() and not fleet.seeds and asked.speeds == self.speeds:
+            self._kept.put(membership.pools(), asked.speeds, plan)
+            plan.belongs_to(membership.name, membership.ranks())
+            if membership.ranks() == state.membership.ranks() and not membership.seeds and asked.speeds == self.speeds:
                 state.plan = plan
         error = str(event.error) if event.error else ""  # one reason per line
         if not isinstance(who, str):
@@ -104,7 +104,7 @@ class Planning:
                 failure = local.Failure(code=PlanError.code, message=error or "the model has left")
                 self._out(Send(*who, failure))
             else:
-                self._out(Answer(*who, plan_report(fleet, plan)))
+                self._out(Answer(*who, plan_report(membership, plan)))
             return None
         if state is None or state.running is None or state.running.swap.swap != who:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -12,21 +13,21 @@ import numpy as np
 import xxhash
 
 from refitd.caches import BoundedCache
-from refitd.coordinator.membership import Model
+from refitd.coordinator.membership import Membership
 from refitd.coordinator.plan_parts import HeldParts, Packed, PackedEpoch, PackedParts
 from refitd.coordinator.rosters import Registered
 from refitd.describe.roster import Roster
 from refitd.offline.clusters import ClusterSpeeds
 from refitd.plan.build import plan_copies
 from refitd.plan.cables import EQUAL, Cables, loads_of
-from refitd.plan.columns import Ints, distinct
+from refitd.plan.columns import Ints, distinct, in_order
 from refitd.plan.cost import Traffic, traffic_of
 from refitd.plan.fills import FillTable
 from refitd.plan.parts import Parted, Uses
 from refitd.plan.regions import Regions
 from refitd.plan.relays import Relays
 from refitd.plan.remembered import Remembered
-from refitd.plan.routes import Placed, routes_of
+from refitd.plan.routes import RoutedTable, routes_of
 from refitd.plan.shared import GlobalPlan
 from refitd.plan.table import CopyTable, CrossingTable, PlanTable
 from refitd.protocol.cluster import EpochPlan, LoadPlan
@@ -81,10 +82,10 @@ class Shared(Generic[T]):
     uses: dict[str, Ints]
 
     @staticmethod
-    def of(placed: Placed[T], nodes: Sequence[str], parts: PackedParts) -> Shared[T]:
+    def of(routed_table: RoutedTable[T], nodes: Sequence[str], parts: PackedParts) -> Shared[T]:
         """Share out a table among nodes, by number."""
-        uses = _by_node(len(nodes), placed.src, placed.dst)
-        return Shared(placed.table, parts.of(placed.table), dict(zip(nodes, uses, strict=True)))
+        uses = _by_node(len(nodes), routed_table.src, routed_table.dst)
+        return Shared(routed_table.table, parts.of(routed_table.table), dict(zip(nodes, uses, strict=True)))
 
     def at(self, node: str) -> Uses:
         """Return the uses that make up a node's rows."""
@@ -136,11 +137,11 @@ def routed(
 
 def _by_node(nodes: int, src: Ints, dst: Ints) -> list[Ints]:
     """Return, for each node, the uses that begin or end there, ascending."""
-    others = np.flatnonzero(src != dst)
-    node = np.concatenate([dst, src[others]])
-    row = np.concatenate([np.arange(len(dst)), others])
-    order = np.lexsort((row, node))
-    return np.split(row[order], np.searchsorted(node[order], np.arange(1, nodes)))
+    counts = np.column_stack([np.ones(len(dst), bool), src != dst])
+    node, row = np.column_stack([dst, src])[counts], np.nonzero(counts)[0]
+    order = in_order(node)
+    bounds = np.searchsorted(node[order], np.arange(nodes + 1)).tolist()
+    return [row[order[begin:end]] for begin, end in pairwise(bounds)]
 
 
 @dataclass
@@ -184,7 +185,7 @@ class LoadedPlan:
         """Return the epoch that a node forms for its part of the plan; "" if it only copies between its own ranks."""
         return self.epoch.id if self.epoch is not None and node in self.epoch.nodes else ""
 
-    def message(self, model: str, fleet: Model, node: str, held: HeldParts | None) -> LoadPlan:
+    def message(self, model: str, membership: Membership, node: str, held: HeldParts | None) -> LoadPlan:
         """Return the part of the plan that `node` executes: what its targets receive and its sources send.
 
         `held` are the parts that the node keeps; one that keeps none is sent its rows.
@@ -199,7 +200,9 @@ class LoadedPlan:
             ranks=tuple(ranks),
             members=tuple(ranks.values()),
             table={},
-            seeds=tuple(sorted(self.members[m.id] for m in fleet.seeds.values() if self.members.get(m.id) in involved)),
+            seeds=tuple(
+                sorted(self.members[m.id] for m in membership.seeds.values() if self.members.get(m.id) in involved)
+            ),
         )
         if packed is not None:
             nodes = tuple(packed.position.get(routed.node_of[rank], -1) for rank in ranks)
@@ -303,7 +306,7 @@ def make_plan(
     )
 
 
-def plan_report(fleet: Model, plan: LoadedPlan) -> Callable[[], PlanReport]:
+def plan_report(membership: Membership, plan: LoadedPlan) -> Callable[[], PlanReport]:
     """Return a function that makes the plan report: bytes per pair of ranks and per parameter, largest first.
 
     Call it on another thread: there may be very many parameters. It reads nothing that changes.
@@ -312,15 +315,15 @@ def plan_report(fleet: Model, plan: LoadedPlan) -> Callable[[], PlanReport]:
         plan.members[m.id]: (
             f"source rank {m.added.rank}" if m.added.role == "source" else f"{m.added.replica} rank {m.added.rank}"
         )
-        for m in fleet.members()
+        for m in membership.members()
     }
     report = PlanReport(
-        model=fleet.name,
+        model=membership.name,
         digest=plan.digest,
         bytes=plan.traffic.total_bytes,
-        converted_bytes=fleet.converted_bytes(),
-        staging_bytes=sum(m.added.staging_bytes for m in fleet.targets.values()),
-        held_bytes=sum(m.added.held_bytes for m in fleet.targets.values()),
+        converted_bytes=membership.converted_bytes(),
+        staging_bytes=sum(m.added.staging_bytes for m in membership.targets.values()),
+        held_bytes=sum(m.added.held_bytes for m in membership.targets.values()),
         copies=plan.traffic.total_copies,
         plan_s=plan.plan_s,
         pairs=tuple(
@@ -329,7 +332,7 @@ def plan_report(fleet: Model, plan: LoadedPlan) -> Callable[[], PlanReport]:
         ),
         parameters=(),
         unused_sources=plan.unused_sources,
-        kept=_kept(fleet),
+        kept=_kept(membership),
         links=_links(plan),
         relays=_relaying(plan.routed.relays, plan.routed.cables),
         cables=_cable_loads(plan.routed),
@@ -372,9 +375,9 @@ def _cable_loads(routed: Routed) -> tuple[CableTraffic, ...]:
     )
 
 
-def _kept(fleet: Model) -> tuple[KeptTraffic, ...]:
+def _kept(membership: Membership) -> tuple[KeptTraffic, ...]:
     nbytes: dict[str, int] = {}
-    for one in (one for m in fleet.targets.values() for one in m.shard.kept):
+    for one in (one for m in membership.targets.values() for one in m.shard.kept):
         nbytes[one.name] = nbytes.get(one.name, 0) + one.nbytes
     return tuple(KeptTraffic(name=name, bytes=size) for name, size in sorted(nbytes.items(), key=lambda at: -at[1]))
 

@@ -15,6 +15,7 @@ from refitd.coordinator.members import Node
 from refitd.coordinator.models import Models, ModelState, Running
 from refitd.coordinator.planning import Planning
 from refitd.coordinator.plans import RELAYING_SERVICES, LoadedPlan
+from refitd.coordinator.schedule import gave_way
 from refitd.coordinator.seeding import no_plan, without_unread
 from refitd.offline.clusters import ClusterSpeeds
 from refitd.protocol import cluster
@@ -49,15 +50,15 @@ class Preparation:
         """Prepare the swap of a model that has just begun."""
         running = state.running
         assert running is not None
-        self.cable_tests.give_way(state.fleet.name)
+        self.cable_tests.give_way(state.membership.name)
         if running.flips_back:
             self._planned_without(state, running, now)
-        elif state.plan is not None and running.fleet is state.fleet:
+        elif state.plan is not None and running.membership is state.membership:
             self._plan_ready(state, state.plan, now)
         else:
             # only the present members: a rank that joins while the plan is made is caught up afterwards
-            running.fleet = running.fleet.only({replica for replica, _ in running.fleet.targets})
-            event = self.planning.ask(running.fleet, running.swap.swap)
+            running.membership = running.membership.only({replica for replica, _ in running.membership.targets})
+            event = self.planning.ask(running.membership, running.swap.swap)
             if event is not None:
                 self.planned(event, now)
 
@@ -68,7 +69,7 @@ class Preparation:
         if node in plan.loaded_on:
             self._step(state, decision.NodeLoaded(node), now)
         elif (known := self._nodes.get(node)) is not None:
-            self._to_node(node, plan.message(state.fleet.name, running.fleet, node, known.held))
+            self._to_node(node, plan.message(state.membership.name, running.membership, node, known.held))
 
     def node_said(
         self,
@@ -86,7 +87,11 @@ class Preparation:
             case cluster.PlanLoaded(plan, epoch):
                 for state, used in self._epochs.using(plan, epoch, name):
                     used.loaded_on.add(name)
-                    self._step(state, decision.NodeLoaded(name), now)
+                    running = state.running
+                    is_last = running is not None and not set(running.swap.waiting) - {name}
+                    # one that gives way ends once its epoch is formed, before anything is copied
+                    ends = running is not None and running.gives_way and is_last
+                    self._step(state, gave_way() if ends else decision.NodeLoaded(name), now)
             case cluster.PlanRefused(plan, epoch, where, reason) | cluster.EpochLost(plan, epoch, where, reason):
                 self._lost(plan, epoch, name, where, reason, now)
             case cluster.PartsMissing(plan, epoch, missing):
@@ -111,6 +116,11 @@ class Preparation:
     def ended(self, state: ModelState, running: Running) -> None:
         """Release what was prepared for a swap that is over. An epoch does not outlive a failed one."""
         plan, is_aborted = running.plan, running.swap.phase is Phase.ABORTED
+        kept = state.plan
+        has_crossed = plan is not None and plan.epoch is not None
+        if is_aborted and has_crossed and kept is not None and kept is not plan and kept.epoch is not None:
+            # workers that still copy are replaced, and every epoch that they are in ends with them
+            self._epochs.drop(kept)
         if plan is not None and (plan is not state.plan or (is_aborted and plan.epoch is not None)):
             self._epochs.drop(plan)
         if is_aborted:
@@ -123,7 +133,7 @@ class Preparation:
             state, plan = found
             if isinstance(plan, str):
                 if state.running is not None:
-                    no_plan(state.running.fleet)
+                    no_plan(state.running.membership)
                 text = f"the plan was refused: {'; '.join(plan.splitlines())}"
                 self._step(state, decision.AbortAsked(text, SwapCause.PLAN), now)
             else:
@@ -134,10 +144,12 @@ class Preparation:
         if not self._comparisons.are_equal(state.running, plan, now):
             return
         running = state.running
-        if running.fleet.seeds:
+        if running.membership.seeds:
             without_unread(running, plan)
-        fleet = running.fleet
-        senders = [member for _, member in sorted(fleet.sources.items()) if plan.members[member.id] in plan.senders]
+        membership = running.membership
+        senders = [
+            member for _, member in sorted(membership.sources.items()) if plan.members[member.id] in plan.senders
+        ]
         if gone := [m for m in senders if running.version not in m.versions]:
             reason = f"{gone[0].describe()}: version {running.version} was replaced by newer ones before it was read"
             self._step(state, decision.AbortAsked(reason, SwapCause.OVERTAKEN), now)
@@ -146,7 +158,7 @@ class Preparation:
         if links and plan.epoch is None:
             plan.epoch = self._epochs.new({node for link in links for node in link})
         state.running.plan = plan
-        nbytes = plan.traffic.total_bytes + fleet.converted_bytes()
+        nbytes = plan.traffic.total_bytes + membership.converted_bytes()
         more = frozenset(plan.epoch.nodes if plan.epoch is not None else ())
         self._step(state, _ready(running, nbytes, more), now)
 
@@ -205,9 +217,11 @@ class Preparation:
 
 def _ready(running: Running, nbytes: int, more: frozenset[str]) -> decision.PlanReady:
     """Return the event that begins a planned swap; `more` are participating nodes besides those of the targets."""
-    targets = running.fleet.targets.values()
+    targets = running.membership.targets.values()
     ranks = {m.id: m.node for m in targets}
-    controllers = [c for c in running.fleet.in_control() if c.id in running.swap.names]  # others came after its begin
+    controllers = [
+        c for c in running.membership.in_control() if c.id in running.swap.names
+    ]  # others came after its begin
     return decision.PlanReady(
         members=ranks | {c.id: c.node for c in controllers},
         nodes=frozenset(ranks.values()) | more,

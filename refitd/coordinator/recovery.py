@@ -29,7 +29,7 @@ class _DecidedSwap:
         return all((m.replica, m.rank) in self.found for m in self.report.members)
 
 
-class Unfinished:
+class Recovery:
     """Each model's last decided swap, if the journal has no end for it, until its end is known or the deadline passes.
 
     Each method yields records to journal; their `at` is the time of the decision.

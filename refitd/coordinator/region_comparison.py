@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from refitd.coordinator.members import Member
+from refitd.coordinator.members import Member, by_node
 from refitd.errors import ProtocolError
 from refitd.plan.regions import Regions, differences
 from refitd.protocol.base import Message
@@ -25,18 +25,22 @@ class RegionComparison:
     deadline: float
     waiting: set[str] = field(default_factory=set)  # nodes that have not answered
     _digests: dict[int, npt.NDArray[np.uint64]] = field(default_factory=dict)  # by rank
+    _there: dict[str, list[Member]] = field(init=False)  # node -> its ranks
+
+    def __post_init__(self) -> None:
+        self._there = by_node(self.held)
 
     @property
     def nodes(self) -> list[str]:
         """The nodes that are asked for digests."""
-        return sorted({member.node for member in self.held})
+        return sorted(self._there)
 
     def requests(self, swap: str, version: int, run: str, timeout_s: float) -> Iterator[tuple[str, Message]]:
         """Yield (node, request) for each node."""
         table, holder_of = self.regions.table, self.regions.holder_of
         for node in self.nodes:
             self.waiting.add(node)
-            here = self._of(node)
+            here = self._there[node]
             ranks = tuple(member.added.rank for member in here)
             holders = tuple(holder_of[rank] for rank in ranks)
             wire = table.select(np.isin(table.holder, holders)).with_own_names().to_wire()
@@ -51,7 +55,7 @@ class RegionComparison:
         """
         if node not in self.waiting:
             return False
-        here = self._of(node)
+        here = self._there[node]
         counts = [len(self.regions.rows_of(member.added.rank)) for member in here]
         if len(digests) != 8 * sum(counts):
             raise ProtocolError(f"node {node} sent {len(digests)} bytes of digests for {sum(counts)} regions")
@@ -65,6 +69,3 @@ class RegionComparison:
         return differences(
             [self.regions.digested(m.describe(), m.added.rank, self._digests[m.added.rank]) for m in self.held]
         )
-
-    def _of(self, node: str) -> list[Member]:
-        return [member for member in self.held if member.node == node]

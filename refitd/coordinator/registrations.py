@@ -13,9 +13,9 @@ from refitd.coordinator.descriptions import Descriptions
 from refitd.coordinator.drains import Drains
 from refitd.coordinator.live_versions import LiveVersions
 from refitd.coordinator.members import Member, Node
-from refitd.coordinator.membership import Model
+from refitd.coordinator.membership import Membership
 from refitd.coordinator.models import MAX_HISTORY, Models, ModelState, Recent
-from refitd.coordinator.recovery import Unfinished
+from refitd.coordinator.recovery import Recovery
 from refitd.coordinator.report import written_report
 from refitd.coordinator.requirements import wanted_parts
 from refitd.coordinator.settling import Settling
@@ -40,7 +40,7 @@ class Registrations:
         sources: SourceVersions,
         drains: Drains,
         lives: LiveVersions,
-        unfinished: Unfinished,
+        recovery: Recovery,
         absent: AbsentRanks,
         swaps: Swaps,
         settling: Settling,
@@ -50,7 +50,7 @@ class Registrations:
     ) -> None:
         self._config, self._models, self._members, self._recent = config, models, members, recent
         self._descriptions, self._sources, self._drains = descriptions, sources, drains
-        self._lives, self._unfinished, self._absent = lives, unfinished, absent
+        self._lives, self._recovery, self._absent = lives, recovery, absent
         self._swaps, self._settling = swaps, settling
         self._to_node, self._send, self._log = to_node, send, log
 
@@ -59,8 +59,10 @@ class Registrations:
         if (known := self._models.get(model)) is not None:
             return known
         configured = self._config_of(model)
-        fleet = Model(model, configured.auto_swap, check_replicas=configured.check_replicas, drains=self._drains.nodes)
-        state = ModelState(fleet, self._lives.of(model), self._lives.highest(model), self._lives.past.tried(model))
+        membership = Membership(
+            model, configured.auto_swap, check_replicas=configured.check_replicas, drains=self._drains.nodes
+        )
+        state = ModelState(membership, self._lives.of(model), self._lives.highest(model), self._lives.past.tried(model))
         past = self._recent(model, MAX_HISTORY)
         state.last = next((report for r in past if (report := written_report(r)) is not None), None)
         return state
@@ -81,9 +83,9 @@ class Registrations:
             )
         state = self._state_of(added.model)
         shard = self._descriptions.of(added)
-        state.fleet.check_part(added, shard)
+        state.membership.check_part(added, shard)
         if added.is_question:
-            state.fleet.replaced_by(added)
+            state.membership.replaced_by(added)
             return local.Done()
         nbytes = sum(prod(t.shape) * ELEMENT_SIZES.get(t.dtype, 0) for t in shard.tensors)
         is_source = added.role == "source"
@@ -111,10 +113,10 @@ class Registrations:
             wants=wanted_parts(shard) if added.role == "target" else frozenset(),
             joined_at=now,
         )
-        replaced = state.fleet.replaced_by(added)
+        replaced = state.membership.replaced_by(added)
         for one in replaced:
-            state.fleet.remove(one)
-        state.fleet.add(member)
+            state.membership.remove(one)
+        state.membership.add(member)
         self._models[added.model] = state
         for one in replaced:
             self._replace(one, member, now)
@@ -136,7 +138,7 @@ class Registrations:
             if self._lives.serves(added.model, member.describe(), added.version, added.run):
                 self._settling.live_learned(added.model, now)  # a due swap begins after this answer
             self._swaps.fences.fence_unless_live(member)
-        self._swaps.ended_late(self._unfinished.registered(member))
+        self._swaps.ended_late(self._recovery.registered(member))
         return local.Done()
 
     def _replace(self, old: Member, by: Member, now: float) -> None:
@@ -158,20 +160,20 @@ class Registrations:
         if member is None:
             return
         state = self._models[member.added.model]
-        self._log("left", model=state.fleet.name, member=member_id, who=member.describe(), reason=reason)
+        self._log("left", model=state.membership.name, member=member_id, who=member.describe(), reason=reason)
         takes_part = state.takes_part(member)
-        state.fleet.remove(member)
+        state.membership.remove(member)
         self._swaps.preparation.members_changed(state)
         if takes_part:
             self._swaps.step(state, decision.MemberLost(member_id, reason), now)
-        self._swaps.controllers.ranks_changed(state.fleet.name, member.added.replica, now)
+        self._swaps.controllers.ranks_changed(state.membership.name, member.added.replica, now)
         self._sources.room_changed(state)
         self._forget_if_empty(state)
 
     def add_controller(self, node: Node, added: control.AddController, now: float) -> None:
         """Register the controller of a replica; raises RefusedError if it has one."""
         state = self._state_of(added.model)
-        self._swaps.controllers.add(node, added, state.fleet, now)
+        self._swaps.controllers.add(node, added, state.membership, now)
         self._models[added.model] = state
         self._drains.registered(added.model, added.replica, node.status.node)
 
@@ -182,11 +184,11 @@ class Registrations:
             self._forget_if_empty(self._models[model])
 
     def _forget_if_empty(self, state: ModelState) -> None:
-        if not state.fleet.members() and not state.fleet.controllers and state.running is None:
+        if not state.membership.members() and not state.membership.controllers and state.running is None:
             for queued in state.queue:
-                gone = f"model {state.fleet.name!r}: everybody has left before the swap could begin"
+                gone = f"model {state.membership.name!r}: everybody has left before the swap could begin"
                 self._send(*queued.waiter, local.Failure(code=RefusedError.code, message=gone))
-            self._models.pop(state.fleet.name, None)
+            self._models.pop(state.membership.name, None)
 
     def suspend(self, member: Member, suspended: bool, is_lost: bool, now: float) -> None:
         """Leave a replica out of swaps, or let it take part again; an undecided swap of it aborts.
@@ -208,7 +210,7 @@ class Registrations:
             raise RefusedError(f"{member.describe()} is not suspended, and a swap writes or reads it; suspend it first")
         if suspended and takes_part:
             self._swaps.step(state, decision.MemberLost(member.id, "its engine was suspended"), now)
-        self._log("suspended" if suspended else "woken", model=state.fleet.name, member=member.id)
+        self._log("suspended" if suspended else "woken", model=state.membership.name, member=member.id)
         member.suspended = suspended
         if is_lost and not suspended:
             member.version = None

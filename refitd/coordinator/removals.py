@@ -37,14 +37,10 @@ class Removals:
         Raises:
             RefusedError: no such rank is registered; lists the registered ones.
         """
-        fleet = self._models.named(asked.model).fleet
-        found = [
-            member
-            for (replica, rank), member in sorted(fleet.targets.items())
-            if replica == asked.replica and asked.rank in (None, rank)
-        ]
+        membership = self._models.named(asked.model).membership
+        found = [m for m in membership.replica(asked.replica) if asked.rank in (None, m.added.rank)]
         if not found:
-            there = ", ".join(f"{replica} rank {rank}" for replica, rank in sorted(fleet.targets)) or "none"
+            there = ", ".join(f"{replica} rank {rank}" for replica, rank in sorted(membership.targets)) or "none"
             rank = "" if asked.rank is None else f" rank {asked.rank}"
             raise RefusedError(f"model {asked.model!r} has no replica {asked.replica!r}{rank}; registered: {there}")
         reason = f"it was evicted on request: {asked.reason or 'no reason given'}"
@@ -66,7 +62,7 @@ class Removals:
                 f"model {model!r}: swap {state.running.swap.swap} is running; wait for its end, or abort it "
                 f"(refitctl abort {model})"
             )
-        sources = [] if state is None else [m for _, m in sorted(state.fleet.sources.items()) if not m.attached]
+        sources = [] if state is None else [m for _, m in sorted(state.membership.sources.items()) if not m.attached]
         names = tuple(member.describe() for member in sources)
         for member in sources:
             reason = "its trainer is gone, and it was forgotten on request"

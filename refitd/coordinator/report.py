@@ -8,7 +8,7 @@ import msgspec
 
 from refitd.coordinator.decision import Phase, Swap
 from refitd.coordinator.members import Member
-from refitd.coordinator.membership import Model
+from refitd.coordinator.membership import Membership
 from refitd.coordinator.records import SwapRecord
 from refitd.protocol.base import clipped
 from refitd.protocol.reports import MemberReport, SourceReport, SwapProgress, SwapReport
@@ -164,7 +164,7 @@ def _member_report(swap: Swap, member: Member) -> MemberReport:
     )
 
 
-def source_reports(model: Model, version: int) -> tuple[SourceReport, ...]:
+def source_reports(model: Membership, version: int) -> tuple[SourceReport, ...]:
     """Return how each source rank, or each seed, provides this version."""
     way = TransferMode.ARENA if model.seeds else TransferMode.NONE
     return tuple(

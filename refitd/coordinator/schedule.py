@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from refitd.coordinator.decision import Phase
+from refitd.coordinator.decision import AbortAsked, Phase
 from refitd.coordinator.eligibility import spare_run, version_to_swap
 from refitd.coordinator.live_versions import Past
 from refitd.coordinator.members import poison
-from refitd.coordinator.membership import Model
+from refitd.coordinator.membership import Membership
 from refitd.coordinator.models import ModelState, Running, Waiter
 from refitd.coordinator.seeding import seeded, seeds_failed
 from refitd.errors import RefusedError
 from refitd.protocol import local
+from refitd.states import SwapCause
 
 # Limit on queued swaps of one model.
 MAX_QUEUED = 64
@@ -38,7 +39,7 @@ class DueSwap:
     kind: str  # "asked", "rollback", "auto", "catch-up"
     version: int
     run: str
-    fleet: Model
+    membership: Membership
     timeout_s: float = 0.0  # 0: only the phases have deadlines
     waiters: tuple[Waiter, ...] = ()
     is_watched: bool = False  # the waiters are sent its progress
@@ -54,28 +55,28 @@ def asked_for(state: ModelState, asked: local.StartSwap, waiter: Waiter, past: P
     version, kind = asked.version, "asked"
     if asked.rollback:
         version, kind = _version_before(state, past) if version is None else version, "rollback"
-    fleet = state.fleet.engines()
-    if not fleet.targets and (left_out := state.fleet.left_out()):
-        raise RefusedError(f"model {state.fleet.name!r}: {left_out}")
+    membership = state.membership.engines()
+    if not membership.targets and (left_out := state.membership.left_out()):
+        raise RefusedError(f"model {state.membership.name!r}: {left_out}")
     timeout_s = max(SHORTEST_S, asked.timeout_s - waited_s) if asked.timeout_s else 0.0
-    if asked.rollback and version is not None and (run := spare_run(fleet, version)) is not None:
-        return DueSwap(kind, version, run, fleet, timeout_s, (waiter,), asked.progress, flips_back=True)
-    version = version_to_swap(fleet, version, may_be_older=asked.rollback)
-    run = state.fleet.run() or ""
+    if asked.rollback and version is not None and (run := spare_run(membership, version)) is not None:
+        return DueSwap(kind, version, run, membership, timeout_s, (waiter,), asked.progress, flips_back=True)
+    version = version_to_swap(membership, version, may_be_older=asked.rollback)
+    run = state.membership.run() or ""
     if text := used_up(state, version, run):
-        raise RefusedError(f"model {state.fleet.name!r}: {text}")
-    return DueSwap(kind, version, run, fleet, timeout_s, (waiter,), asked.progress)
+        raise RefusedError(f"model {state.membership.name!r}: {text}")
+    return DueSwap(kind, version, run, membership, timeout_s, (waiter,), asked.progress)
 
 
 def _version_before(state: ModelState, past: Past) -> int:
-    name, live = state.fleet.name, state.live
+    name, live = state.membership.name, state.live
     if live is None:
         raise RefusedError(f"model {name!r}: no version has been live yet, so that there is none to go back to")
     older = past.before(name, live.version)
     if older is None:
         raise RefusedError(
             f"model {name!r}: the journal has no version before {live.version}, which is live; name one with --version "
-            f"(held by every source rank: {state.fleet.complete_versions() or 'none'})"
+            f"(held by every source rank: {state.membership.complete_versions() or 'none'})"
         )
     return older.version
 
@@ -99,7 +100,7 @@ def must_wait(state: ModelState, asked: local.StartSwap) -> bool:
     """
     running = state.running
     if len(state.queue) >= MAX_QUEUED:
-        name = state.fleet.name
+        name = state.membership.name
         raise RefusedError(f"model {name!r}: {MAX_QUEUED} swaps are waiting already; wait for some of them")
     if running is None:
         return False
@@ -125,7 +126,7 @@ _AWAITED = {
 
 def no_turn(state: ModelState, waited_s: float) -> str:
     """Return why a queued swap has not begun: the swap before it, whom that one waits for, and what will end it."""
-    name, running = state.fleet.name, state.running
+    name, running = state.membership.name, state.running
     late = f"model {name!r}: its turn did not come within {waited_s:.1f} s"
     if running is None:
         return f"{late}: the coordinator has just started and waits for daemons; try again in some seconds"
@@ -148,20 +149,30 @@ def gives_way(running: Running) -> bool:
     return running.kind == "catch-up" and running.swap.phase not in (Phase.STAGED, Phase.COMMITTING)
 
 
+def gave_way() -> AbortAsked:
+    """Return the event that ends a catch-up in favour of a requested swap."""
+    return AbortAsked("it gives way to a swap of all replicas that was asked for", SwapCause.OVERTAKEN)
+
+
+def is_forming(running: Running) -> bool:
+    """Return whether nodes form an epoch for a swap: a worker that is joining its peers cannot be called back."""
+    return running.swap.phase is Phase.PLANNED and running.plan is not None and running.plan.epoch is not None
+
+
 def newer(state: ModelState) -> DueSwap | None:
     """Return the swap to a complete version newer than every decided one and any that this run tried.
 
     Raises:
         RefusedError: such a version exists and cannot be swapped now.
     """
-    fleet = state.fleet.engines()
-    complete = fleet.complete_versions()
-    if not complete or complete[-1] <= state.highest or not fleet.targets or fleet.drained_sources():
+    membership = state.membership.engines()
+    complete = membership.complete_versions()
+    if not complete or complete[-1] <= state.highest or not membership.targets or membership.drained_sources():
         return None
-    run, (tried, tried_run) = state.fleet.run() or "", state.tried
+    run, (tried, tried_run) = state.membership.run() or "", state.tried
     if run == tried_run and complete[-1] <= tried:
         return None
-    return DueSwap("auto", version_to_swap(fleet, None), run, fleet)
+    return DueSwap("auto", version_to_swap(membership, None), run, membership)
 
 
 def lagging(state: ModelState, *, only_observers: bool = False) -> DueSwap | None:
@@ -173,27 +184,27 @@ def lagging(state: ModelState, *, only_observers: bool = False) -> DueSwap | Non
         RefusedError: such replicas exist and cannot be swapped now.
     """
     live = state.live
-    replicas = state.fleet.behind(live, only_observers=only_observers) if live is not None else []
+    replicas = state.membership.behind(live, only_observers=only_observers) if live is not None else []
     if live is None or not replicas:
         return None
-    is_held = state.fleet.sources_give(live)
-    fleet = state.fleet.only(replicas)
-    if not (is_held and any(member.tries for member in fleet.targets.values())):
-        given = seeded(state.fleet, live, replicas)
+    is_held = state.membership.sources_give(live)
+    membership = state.membership.only(replicas)
+    if not (is_held and any(member.tries for member in membership.targets.values())):
+        given = seeded(state.membership, live, replicas)
         if given is not None:
             return DueSwap("catch-up", live.version, live.run, given)
     if not is_held:
         return None
-    whole = len(fleet.targets) == len(state.fleet.targets)
-    version = version_to_swap(fleet, live.version, may_be_older=True)
-    return DueSwap("catch-up", version, live.run, state.fleet if whole else fleet)
+    whole = len(membership.targets) == len(state.membership.targets)
+    version = version_to_swap(membership, live.version, may_be_older=True)
+    return DueSwap("catch-up", version, live.run, state.membership if whole else membership)
 
 
 def gathers_until(due: DueSwap) -> float:
     """Return until when a catch-up waits for others that may join, too."""
     whole_at: dict[str, float] = {}
     nbytes: dict[str, int] = {}
-    for (replica, _), member in due.fleet.targets.items():
+    for (replica, _), member in due.membership.targets.items():
         whole_at[replica] = max(member.joined_at, whole_at.get(replica, 0.0))
         nbytes[replica] = nbytes.get(replica, 0) + member.bytes
     if max(nbytes.values(), default=0) < GATHER_BYTES:
@@ -206,7 +217,7 @@ def left_behind(state: ModelState, running: Running, now: float) -> None:
     s = running.swap
     if s.phase is Phase.COMMITTED:
         return
-    present = {member.id: member for member in state.fleet.members()}
+    present = {member.id: member for member in state.membership.members()}
     for member_id in s.members:
         member = present.get(member_id)
         if member is None:
@@ -215,7 +226,7 @@ def left_behind(state: ModelState, running: Running, now: float) -> None:
             poison(member, s.swap, s.reason)
         member.left_behind |= member_id in s.failed  # it would most likely fail again
     if running.kind == "catch-up" and not running.gives_way and not seeds_failed(running):
-        for member in running.fleet.targets.values():
+        for member in running.membership.targets.values():
             member.left_behind |= (member.version, member.run) != (s.version, running.run)
             if s.phase is Phase.ABORTED and member.left_behind and member.tries < CATCH_UP_AGAIN:
                 member.tries += 1
@@ -224,7 +235,7 @@ def left_behind(state: ModelState, running: Running, now: float) -> None:
 
 def try_again(state: ModelState, now: float) -> bool:
     """Mark ranks as due whose retry pause is over; return whether there are any."""
-    due = [m for m in state.fleet.targets.values() if m.again_at is not None and now >= m.again_at]
+    due = [m for m in state.membership.targets.values() if m.again_at is not None and now >= m.again_at]
     for member in due:
         member.again_at, member.left_behind = None, False
     return bool(due)

@@ -45,7 +45,7 @@ class Settling:
         if running is not None and running.swap.phase is not decision.Phase.COMMITTING:
             text = f"it was learned that version {state.live} is live"
             self._swaps.step(state, decision.AbortAsked(text, SwapCause.OVERTAKEN), now)
-        for member in state.fleet.targets.values():
+        for member in state.membership.targets.values():
             if member.staged is None:
                 self._swaps.fences.fence_unless_live(member)
 

@@ -35,7 +35,7 @@ class SourceVersions:
         if added.run:  # it registered before
             used = max(added.versions, default=-1) if added.newest is None else added.newest
             return added.run, max(used, state.published.get((added.run, added.rank), -1)), None
-        joined = sorted(m.run for m in state.fleet.sources.values() if m.attached)
+        joined = sorted(m.run for m in state.membership.sources.values() if m.attached)
         if not joined:
             running = state.running
             base = max(state.highest, -1 if running is None else running.version)
@@ -52,7 +52,7 @@ class SourceVersions:
         if base is not None:
             state.bases[member.run] = base
         state.published[member.run, member.added.rank] = member.newest
-        for old in {old for old, _ in state.published} - {m.run for m in state.fleet.sources.values()}:
+        for old in {old for old, _ in state.published} - {m.run for m in state.membership.sources.values()}:
             state.bases.pop(old, None)
             for rank in [rank for at, rank in state.published if at == old]:
                 del state.published[old, rank]
@@ -70,7 +70,7 @@ class SourceVersions:
             first = state.bases[member.run] + 1
             text = f"version {version} may have been live with other contents; publish {first} or above"
         if text:
-            raise RefusedError(f"model {state.fleet.name!r} {member.describe()}: {text} (source.next_version)")
+            raise RefusedError(f"model {state.membership.name!r} {member.describe()}: {text} (source.next_version)")
         member.contents += published.is_anew
         member.versions.add(version)
         member.newest = max(member.newest, version)
@@ -78,19 +78,19 @@ class SourceVersions:
         member.modes[version] = member.mode = published.mode
         member.mode_reason = published.mode_reason
         self.room_changed(state)
-        self._log("published", model=state.fleet.name, member=member.id, version=version, mode=published.mode)
+        self._log("published", model=state.membership.name, member=member.id, version=version, mode=published.mode)
 
     def wants_room(self, state: ModelState, member: Member, slots: int) -> None:
         """Answer a source rank without a free slot: which versions it may overwrite, now and after each change."""
         if member.added.role == "source":
             state.wants_room[member.id] = slots
-            self._tell_room(state, member, *state.fleet.droppable(), asks=True)
+            self._tell_room(state, member, *state.membership.droppable(), asks=True)
 
     def room_changed(self, state: ModelState) -> None:
         """Tell waiting source ranks which slots they may now overwrite."""
         if not state.wants_room:
             return
-        found = state.fleet.droppable()
+        found = state.membership.droppable()
         for member_id in list(state.wants_room):
             member = self._members.get(member_id)
             if member is None:
@@ -108,6 +108,6 @@ class SourceVersions:
             del state.wants_room[member.id]
         elif asks:
             held = ", ".join(f"{v} (complete)" if v == complete else str(v) for v in sorted(member.versions))
-            reason = f"it holds {held}; {state.fleet.lagging_sources(member)}" if held else ""
+            reason = f"it holds {held}; {state.membership.lagging_sources(member)}" if held else ""
         if versions or asks:
             self._to_node(member.node, cluster.MayDrop(member=member.id, versions=versions, reason=reason))

@@ -30,7 +30,7 @@ from refitd.coordinator.members import Member, Node
 from refitd.coordinator.models import MAX_HISTORY, Models, Recent, Waiter
 from refitd.coordinator.plan_parts import HeldParts
 from refitd.coordinator.records import Drained, SwapRecord
-from refitd.coordinator.recovery import Unfinished
+from refitd.coordinator.recovery import Recovery
 from refitd.coordinator.registrations import Registrations
 from refitd.coordinator.removals import Removals
 from refitd.coordinator.settling import Settling
@@ -91,6 +91,7 @@ class CoordinatorState:
         self._boot, self._pid, self._started = boot, pid, started
         self._recent, self._wall_clock = recent, wall_clock
         self.nodes: dict[str, Node] = {}
+        self._node_at: dict[bytes, Node] = {}  # by identity
         self.models = Models()
         self._members: dict[str, Member] = {}
         self._checks = Checks()
@@ -108,7 +109,7 @@ class CoordinatorState:
         # by this time every living rank has registered again and reached a commit point
         late = started + NODE_SILENCE_S + config.deadlines.commit_s
         ended = recent("", MAX_HISTORY)
-        unfinished = Unfinished(ended, late)
+        recovery = Recovery(ended, late)
         self._absent = AbsentRanks()
         self._absent.journalled(ended, started + config.deadlines.lease_s)
         self.swaps = Swaps(
@@ -121,7 +122,7 @@ class CoordinatorState:
             wall_clock,
             decided,
             self._lives,
-            unfinished,
+            recovery,
             self._absent,
             self.traces,
             self._out.append,
@@ -149,7 +150,7 @@ class CoordinatorState:
             self._sources,
             self._drains,
             self._lives,
-            unfinished,
+            recovery,
             self._absent,
             self.swaps,
             self._settling,
@@ -208,15 +209,16 @@ class CoordinatorState:
 
     def knows(self, identity: bytes, key: str) -> bool:
         """Whether this connection belongs to a node; others may only send NodeHello."""
-        return any(node.identity == identity and node.key == key for node in self.nodes.values())
+        node = self._node_at.get(identity)
+        return node is not None and node.key == key
 
     def _from_node(self, event: FromNode, now: float) -> None:
         identity, request, message = event.identity, event.request, event.message
         if isinstance(message, cluster.NodeHello):
             self._hello(event, message, now)
             return
-        node = next((n for n in self.nodes.values() if n.identity == identity and n.key == event.key), None)
-        if node is None:
+        node = self._node_at.get(identity)
+        if node is None or node.key != event.key:
             # the daemon's connection is older than this coordinator: ask for NodeHello again
             failure = local.Failure(code="unknown-node", message="say NodeHello first")
             self._send(identity, request, failure)
@@ -254,7 +256,8 @@ class CoordinatorState:
             said = f"its daemon has {'introduced itself' if same else 'started'} again"
             self._forget_node(name, said, now, event="node-again" if same else "node-lost")
         held = HeldParts() if message.keeps_parts else None
-        self.nodes[name] = Node(identity, message.status, now, event.key, event.allowed, message.protocol, held)
+        node = Node(identity, message.status, now, event.key, event.allowed, message.protocol, held)
+        self._node_at[identity] = self.nodes[name] = node
         protocol = versions.shown(message.protocol)
         self._log("node", node=name, pid=message.status.pid, host=message.status.host, protocol=protocol)
         self._lives.greeted(now)
@@ -335,11 +338,11 @@ class CoordinatorState:
             case local.ResumeNode(name):
                 self._drains.resume(name, (node.identity, request))
             case local.Verify(model, timeout_s):
-                fleet = self.models.named(model).fleet
+                membership = self.models.named(model).membership
                 self._numbers += 1
                 asked = f"{self._boot}.{self._numbers}"
                 within_s = timeout_s or self._config.deadlines.request_s
-                for name, check in self._checks.begin(asked, fleet, (node.identity, request), within_s, now):
+                for name, check in self._checks.begin(asked, membership, (node.identity, request), within_s, now):
                     self._to_node(name, check)
             case cluster.MembersChecked():
                 self._answer_checks(self._checks.answered(message, now))
@@ -356,7 +359,7 @@ class CoordinatorState:
                 uptime_s = max(0.0, now - self._started)
                 reply = status_report(self._pid, uptime_s, self.nodes, self.models, self._config, self.drained)
             case local.GetDescription(model):
-                reply = model_description(self.models.named(model).fleet)
+                reply = model_description(self.models.named(model).membership)
             case local.GetPlan(model):
                 self.swaps.preparation.planning.show(self.models.named(model), (node.identity, request))
             case _:
@@ -370,7 +373,10 @@ class CoordinatorState:
             self.swaps.controllers.ranks_changed(message.model, message.replica, now)
             self.swaps.queue.next(self.models[message.model], now)
         elif isinstance(message, cluster.ShardPublished | cluster.MemberSuspended):
-            self.swaps.queue.next(self.models[self._registrations.member(message.member).added.model], now)
+            state = self.models[self._registrations.member(message.member).added.model]
+            # nothing can begin before the last of thousands of ranks has published
+            if isinstance(message, cluster.MemberSuspended) or state.membership.completes(message.version):
+                self.swaps.queue.next(state, now)
 
     def _past_swaps(self, model: str, limit: int) -> Sequence[SwapRecord]:
         """Return the last swaps of a model, "" for all."""
@@ -397,6 +403,7 @@ class CoordinatorState:
 
     def _forget_node(self, name: str, reason: str, now: float, *, event: str = "node-lost") -> None:
         node = self.nodes.pop(name)
+        del self._node_at[node.identity]
         self._answer_checks(self._checks.lost(name, reason, now))
         self._answer_traces(self.traces.lost(name))
         self.swaps.preparation.cable_tests.node_lost(name, reason)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from refitd.config import Config, ModelConfig
 from refitd.coordinator.members import Member, Node, serving_state
-from refitd.coordinator.membership import Model
+from refitd.coordinator.membership import Membership
 from refitd.coordinator.models import ModelState
 from refitd.coordinator.partial import kept_names
 from refitd.coordinator.records import LiveVersion, SwapRecord
@@ -68,7 +68,7 @@ def history_report(records: Sequence[SwapRecord]) -> HistoryReport:
     )
 
 
-def model_description(model: Model) -> ModelDescription:
+def model_description(model: Membership) -> ModelDescription:
     """Return what every member holds; equal descriptions appear once."""
     digests = {m.added.digest: m.shard for m in model.members()}
     index = {digest: i for i, digest in enumerate(digests)}
@@ -98,7 +98,7 @@ def _links(state: ModelState, service: str) -> list[LinkStatus]:
     is_up = epoch is not None and plan.loaded_on.issuperset(epoch.nodes)
     return [
         LinkStatus(
-            model=state.fleet.name,
+            model=state.membership.name,
             source=source,
             target=target,
             service=epoch.service if epoch is not None else service,
@@ -112,30 +112,30 @@ def _links(state: ModelState, service: str) -> list[LinkStatus]:
 
 
 def _model_status(state: ModelState, config: Config) -> ModelStatus:
-    fleet = state.fleet
+    membership = state.membership
     return ModelStatus(
-        model=fleet.name,
-        source_world_size=fleet.source_world(),
-        complete_versions=tuple(fleet.complete_versions()),
-        auto_swap=fleet.auto_swap,
-        sources=_source_rows(fleet),
+        model=membership.name,
+        source_world_size=membership.source_world(),
+        complete_versions=tuple(membership.complete_versions()),
+        auto_swap=membership.auto_swap,
+        sources=_source_rows(membership),
         live=None if state.live is None else state.live.version,
         live_run="" if state.live is None else state.live.run,
         next_version=state.highest + 1 if state.highest >= 0 else 1,
         queued=len(state.queue),
-        targets=_target_rows(fleet, state.live),
+        targets=_target_rows(membership, state.live),
         swap=swap_progress(state.running.swap) if state.running else None,
         swap_events=state.running.swap.history if state.running else (),
         last_swap=state.last,
-        verify=config.models.get(fleet.name, ModelConfig()).verify,
+        verify=config.models.get(membership.name, ModelConfig()).verify,
         controllers=tuple(
             ControllerStatus(c.added.replica, c.node, c.host, c.added.pid, c.step.value, c.swap)
-            for _, c in sorted(fleet.controllers.items())
+            for _, c in sorted(membership.controllers.items())
         ),
     )
 
 
-def _source_rows(model: Model) -> tuple[SourceStatus, ...]:
+def _source_rows(model: Membership) -> tuple[SourceStatus, ...]:
     """Return the report rows of the sources."""
     return tuple(
         SourceStatus(
@@ -156,7 +156,7 @@ def _source_rows(model: Model) -> tuple[SourceStatus, ...]:
     )
 
 
-def _target_rows(model: Model, live: LiveVersion | None) -> tuple[TargetStatus, ...]:
+def _target_rows(model: Membership, live: LiveVersion | None) -> tuple[TargetStatus, ...]:
     """Return the report rows of the targets; `live` is the version decided last."""
     drained = {*model.drained()}
     return tuple(

@@ -15,7 +15,9 @@ from refitd.coordinator.schedule import (
     DueSwap,
     asked_for,
     gathers_until,
+    gave_way,
     gives_way,
+    is_forming,
     lagging,
     must_wait,
     newer,
@@ -72,8 +74,8 @@ class SwapQueue:
         self._log("queued", model=asked.model, version=asked.version, behind=behind, waiting=len(state.queue))
         if state.running is not None and ends:
             state.running.gives_way = True
-            text = "it gives way to a swap of all replicas that was asked for"
-            self._step(state, decision.AbortAsked(text, SwapCause.OVERTAKEN), now)
+            if not is_forming(state.running):
+                self._step(state, gave_way(), now)
 
     def start_together(self, asked: local.StartSwaps, waiter: Waiter, now: float) -> None:
         """Begin swaps of several models that are decided together; they wait while daemons may report what is live.
@@ -130,7 +132,7 @@ class SwapQueue:
 
         Nothing starts while daemons may still report what is live.
         """
-        if not self._lives.is_settled(now) or state.fleet.name in self._joining:
+        if not self._lives.is_settled(now) or state.membership.name in self._joining:
             return
         while state.queue and state.running is None:
             queued = state.queue.pop(0)
@@ -139,11 +141,11 @@ class SwapQueue:
                 self._begin(state, asked_for(state, queued.asked, queued.waiter, self._lives.past, waited_s), now)
             except RefusedError as exc:
                 self._send(*queued.waiter, local.Failure(code=exc.code, message=str(exc)))
-        if state.running is None and state.fleet.auto_swap:
+        if state.running is None and state.membership.auto_swap:
             self._begin_if_due(state, "auto-swap", newer, now)
         if state.running is None:
             find = partial(
-                lagging, only_observers=not self._config.models.get(state.fleet.name, ModelConfig()).catch_up
+                lagging, only_observers=not self._config.models.get(state.membership.name, ModelConfig()).catch_up
             )
             self._begin_if_due(state, "catch-up", find, now)
 
@@ -153,7 +155,7 @@ class SwapQueue:
         try:
             due = find(state)
         except RefusedError as exc:
-            self._log(f"{what}-refused", model=state.fleet.name, reason=str(exc))
+            self._log(f"{what}-refused", model=state.membership.name, reason=str(exc))
         else:
             if due is not None and due.kind == "catch-up" and (until := gathers_until(due)) > now:
                 state.gathers_until = until
@@ -161,21 +163,23 @@ class SwapQueue:
                 self._begin(state, due, now)
 
     def _begin(self, state: ModelState, due: DueSwap, now: float, party: Together | None = None) -> None:
-        self._replaced(state.fleet.name)
+        self._replaced(state.membership.name)
         state.gathers_until = None
-        fleet, d = due.fleet, self._config.deadlines
+        membership, d = due.membership, self._config.deadlines
         limits = Limits(d.plan_s, d.stage_s, d.commit_s, due.timeout_s or None, d.pause_s)
-        names = {m.id: m.describe() for m in fleet.members()} | {c.id: c.describe() for c in fleet.in_control()}
-        swap = decision.begin(self._new_swap_id(), fleet.name, due.version, limits, names, now)
-        members, sources = {m.id: m for m in fleet.members()}, source_reports(fleet, due.version)
+        names = {m.id: m.describe() for m in membership.members()} | {
+            c.id: c.describe() for c in membership.in_control()
+        }
+        swap = decision.begin(self._new_swap_id(), membership.name, due.version, limits, names, now)
+        members, sources = {m.id: m for m in membership.members()}, source_reports(membership, due.version)
         answer_by = now + due.timeout_s if due.timeout_s else None
         state.running = Running(
-            swap, due.version, list(due.waiters), due.run, due.kind, fleet, members, sources, answer_by
+            swap, due.version, list(due.waiters), due.run, due.kind, membership, members, sources, answer_by
         )
         state.running.together = party
         if due.kind != "catch-up":
-            state.running.suspended = tuple(state.fleet.suspended())
-            state.running.drained = tuple(state.fleet.drained())
+            state.running.suspended = tuple(state.membership.suspended())
+            state.running.drained = tuple(state.membership.drained())
             tried, run = state.tried
             state.tried = max(tried, due.version) if run == due.run else due.version, due.run
         phase = swap.phase.value

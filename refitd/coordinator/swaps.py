@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cached_property
 
 import msgspec
 
@@ -15,11 +16,11 @@ from refitd.coordinator.controllers import Controllers
 from refitd.coordinator.decision import Phase
 from refitd.coordinator.fences import Fences
 from refitd.coordinator.live_versions import LiveVersions
-from refitd.coordinator.members import Member, Node
+from refitd.coordinator.members import Member, Node, by_node
 from refitd.coordinator.models import Models, ModelState, Running
 from refitd.coordinator.preparation import Preparation
 from refitd.coordinator.records import LiveVersion, SwapRecord
-from refitd.coordinator.recovery import Unfinished
+from refitd.coordinator.recovery import Recovery
 from refitd.coordinator.report import (
     apart_report,
     decided_report,
@@ -41,6 +42,26 @@ from refitd.protocol.reports import SwapReport
 from refitd.states import SwapCause
 
 
+class _Ends:
+    """A swap's targets, found once for all instructions of one step: there is one for each of thousands of nodes."""
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+
+    @cached_property
+    def base(self) -> tuple[int, str] | None:
+        """See Running.base."""
+        return self._running.base()
+
+    @cached_property
+    def _by_node(self) -> dict[str, list[Member]]:
+        return by_node(self._running.membership.targets.values())
+
+    def targets(self, node: str) -> list[Member]:
+        """Return the targets on a node."""
+        return self._by_node.get(node, [])
+
+
 class Swaps:
     """Begins due swaps and runs them to their end. Instructions go to `out`."""
 
@@ -55,7 +76,7 @@ class Swaps:
         wall_clock: Callable[[], float],
         decided: Callable[[str], SwapRecord | None],
         lives: LiveVersions,
-        unfinished: Unfinished,
+        recovery: Recovery,
         absent: AbsentRanks,
         traces: Traces,
         out: Callable[[Instruction], None],
@@ -66,7 +87,7 @@ class Swaps:
         self._members = members
         self._wall_clock = wall_clock
         self._lives = lives
-        self._unfinished = unfinished
+        self._recovery = recovery
         self._absent = absent
         self._traces = traces
         self._out = out
@@ -77,7 +98,7 @@ class Swaps:
             models,
             new_swap_id,
             lives,
-            lambda model: self.ended_late(unfinished.replaced(model)),
+            lambda model: self.ended_late(recovery.replaced(model)),
             self.preparation.begin,
             self.step,
             self._send,
@@ -137,7 +158,7 @@ class Swaps:
 
     def _flip(self, state: ModelState, now: float) -> None:
         """Tell lockstep ranks in which poll they flip; log ranks that may flip apart from their replica."""
-        for told in state.steps.due(state.fleet.targets.values(), now):
+        for told in state.steps.due(state.membership.targets.values(), now):
             swap, member = told.swap, told.member
             if not isinstance(told, CommitAtStep):
                 self._log("pass", swap=swap, member=member.id)
@@ -160,7 +181,7 @@ class Swaps:
                 member.version, member.run = running.version, running.run
             elif (found := self.fences.identity_of(swap)) is not None:
                 member.version, member.run = found  # a late commit, or one decided before this coordinator started
-                self.ended_late(self._unfinished.committed(swap, member, paused_s))
+                self.ended_late(self._recovery.committed(swap, member, paused_s))
                 self.fences.fence_unless_live(member)
                 self.controllers.ranks_changed(member.added.model, member.added.replica, now)
                 self.queue.next(self._models[member.added.model], now)
@@ -172,7 +193,7 @@ class Swaps:
         member = self._members.get(member_id)
         if member is not None and member.staged == swap:
             member.staged, member.version = None, None  # it may hold parts of two versions
-            self.ended_late(self._unfinished.failed(swap, member, reason))
+            self.ended_late(self._recovery.failed(swap, member, reason))
         self.step_swap(swap, decision.MemberFailed(member_id, reason), now)
         if member is not None:
             self.controllers.ranks_changed(member.added.model, member.added.replica, now)
@@ -200,8 +221,9 @@ class Swaps:
             s = running.swap
             self._log("swap", swap=s.swap, model=s.model, version=s.version, phase=s.phase.value, reason=s.reason)
         stepped = running.swap
+        ends = _Ends(running)
         for instruction in instructions:
-            self._perform(state, running, instruction, now)
+            self._perform(state, running, instruction, ends, now)
         # after the instructions, which it would delay; an instruction may have led to a later step, already reported
         if running.is_watched and running.swap is stepped and (progress := swap_progress(stepped)) is not None:
             for waiter in running.waiters:
@@ -209,14 +231,13 @@ class Swaps:
 
     def _tell_staged(self, ranks: Iterable[Member], swap: str, version: int, run: str) -> None:
         """Tell ranks that the version they have staged is decided; a controller calls those that it controls."""
-        by_node: dict[str, list[Member]] = {}
-        for member in ranks:
-            by_node.setdefault(member.node, []).append(member)
-        for node, there in sorted(by_node.items()):
+        for node, there in sorted(by_node(ranks).items()):
             called = tuple(m.id for m in there if self.controllers.controls(swap, m))
             self._to_node(node, cluster.CommitStaged(swap=swap, version=version, run=run, controlled=called))
 
-    def _perform(self, state: ModelState, running: Running, instruction: decision.Instruction, now: float) -> None:
+    def _perform(
+        self, state: ModelState, running: Running, instruction: decision.Instruction, ends: _Ends, now: float
+    ) -> None:
         s, plan = running.swap, running.plan
         match instruction:
             case decision.SendPlan() if running.flips_back:
@@ -228,32 +249,32 @@ class Swaps:
                 if asked := tuple(member for member in members if member not in self.controllers):
                     self._to_node(node, cluster.Pause(swap=s.swap, version=s.version, members=asked))
             case decision.StageOn(node) if running.flips_back:
-                ids = tuple(m.id for m in running.fleet.targets.values() if m.node == node)
+                ids = tuple(m.id for m in ends.targets(node))
                 self._to_node(node, cluster.StageSpare(s.swap, s.version, running.run, ids))
             case decision.StageOn(node):
                 assert plan is not None
-                for member in running.fleet.targets.values():
+                for member in ends.targets(node):
                     member.spare = None  # it is staged into
                     member.seeds &= member.added.flips
                 # shorter than the phase, so that the workers' own errors, which name who is late, arrive first
                 timeout_s = max(0.05, 0.9 * (s.deadline - now))
                 verify = self._model_config(state).verify
                 deltas = self._config.transport.deltas and verify  # only digests prove that bases are the same
-                base, base_run = (running.base() if deltas else None) or (None, "")
+                base, base_run = (ends.base if deltas else None) or (None, "")
                 stage = cluster.Stage(s.swap, plan.id, s.version, timeout_s, verify, running.run, base, base_run)
                 self._to_node(node, stage)
             case decision.ReleaseSources() if running.flips_back:
                 pass
             case decision.ReleaseSources():
                 # sources that were not read end their leases, too; seeds have none
-                givers = list(running.fleet.seeds.values()) or list(state.fleet.sources.values())
-                for node in sorted({m.node for m in givers}):
-                    members = tuple(sorted(m.id for m in givers if m.node == node and m.run == running.run))
+                givers = running.membership.seeds.values() or state.membership.sources.values()
+                for node, there in sorted(by_node(givers).items()):
+                    members = tuple(sorted(m.id for m in there if m.run == running.run))
                     self._to_node(node, cluster.EndSwap(swap=s.swap, version=s.version, members=members))
             case decision.JournalDecision():
                 self._decide(state, running, now)
             case decision.CommitOn(node):
-                ranks = [m for m in running.fleet.targets.values() if m.node == node and m.id in s.members]
+                ranks = [m for m in ends.targets(node) if m.id in s.members]
                 for member in ranks:
                     member.staged, member.staged_version = s.swap, s.version
                 self._tell_staged(ranks, s.swap, s.version, running.run)
@@ -310,7 +331,7 @@ class Swaps:
             return
         state = self._models.swapping(swap)
         if state is not None and state.running is not None:
-            running, model = state.running, state.fleet.name
+            running, model = state.running, state.membership.name
             written = self._lives.past.live(model)
             sequence = written.sequence if written is not None and written.swap == swap else 0
             self._lives.decided(model, LiveVersion(running.version, running.run, sequence, swap))
@@ -318,12 +339,12 @@ class Swaps:
             # before any node commits: every daemon with a committed rank must know what is live, and a rank that
             # registered after the swap began must not serve its old version
             self.fences.tell_live(model)
-            for member in state.fleet.targets.values():
+            for member in state.membership.targets.values():
                 if member.id not in running.swap.members:
                     self.fences.fence_unless_live(member)
             self.controllers.decided(running.swap)
             self.step(state, decision.Journalled(), now)
-            for controller in state.fleet.in_control():
+            for controller in state.membership.in_control():
                 self.controllers.ranks_changed(model, controller.added.replica, now)
 
     def _finish(self, state: ModelState, running: Running, now: float) -> None:
@@ -354,7 +375,7 @@ class Swaps:
 
     def _report(self, state: ModelState, running: Running, now: float) -> SwapReport:
         verified = self._model_config(state).verify
-        seeds = {member.id for member in running.fleet.seeds.values()}
+        seeds = {member.id for member in running.membership.seeds.values()}
         members = {name: member for name, member in running.members.items() if name not in seeds}
         report = swap_report(running.swap, members, running.sources, running.kind, now, verified)
         report = msgspec.structs.replace(
@@ -382,7 +403,7 @@ class Swaps:
         Raises:
             RefusedError: no swap runs, or it is decided.
         """
-        model, running = state.fleet.name, state.running
+        model, running = state.membership.name, state.running
         if running is None:
             raise RefusedError(f"model {model!r}: no swap is running")
         if running.swap.phase is Phase.COMMITTING:
@@ -420,7 +441,7 @@ class Swaps:
 
     def tick(self, now: float) -> None:
         """Apply the deadlines of running and queued swaps."""
-        self.ended_late(self._unfinished.tick(now))
+        self.ended_late(self._recovery.tick(now))
         self.controllers.tick(now)
         for state in list(self._models.values()):
             self._flip(state, now)
@@ -436,7 +457,7 @@ class Swaps:
     # --- output -------------------------------------------------------------------------------------------
 
     def _model_config(self, state: ModelState) -> ModelConfig:
-        return self._config.models.get(state.fleet.name, ModelConfig())
+        return self._config.models.get(state.membership.name, ModelConfig())
 
     def _send(self, identity: bytes, request: int, message: Message) -> None:
         self._out(Send(identity, request, message))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from refitd.coordinator.members import Member
-from refitd.coordinator.membership import Model
+from refitd.coordinator.membership import Membership
 from refitd.coordinator.models import Waiter
 from refitd.errors import RefusedError
 from refitd.protocol.cluster import CheckMembers, MemberChecked, MembersChecked
@@ -40,19 +40,19 @@ class Checks:
     _running: dict[str, _Check] = field(default_factory=dict)
 
     def begin(
-        self, check: str, fleet: Model, waiter: Waiter, timeout_s: float, now: float
+        self, check: str, membership: Membership, waiter: Waiter, timeout_s: float, now: float
     ) -> list[tuple[str, CheckMembers]]:
         """Start a check of all target ranks of a model; return (node, message) for each node.
 
         Raises:
             RefusedError: there is nothing to check, or too many checks run.
         """
-        members = {m.id: m for m in fleet.targets.values()}
+        members = {m.id: m for m in membership.targets.values()}
         if not members:
-            raise RefusedError(f"model {fleet.name!r} has no target; there is nothing to verify")
+            raise RefusedError(f"model {membership.name!r} has no target; there is nothing to verify")
         if len(self._running) >= MAX_CHECKS:
             raise RefusedError(f"{MAX_CHECKS} checks are under way already; wait for some of them")
-        self._running[check] = _Check(fleet.name, waiter, now, now + timeout_s, timeout_s, members)
+        self._running[check] = _Check(membership.name, waiter, now, now + timeout_s, timeout_s, members)
         return [
             (node, CheckMembers(check, tuple(sorted(m.id for m in members.values() if m.node == node)), share))
             for node in sorted({m.node for m in members.values()})

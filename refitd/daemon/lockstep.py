@@ -11,7 +11,7 @@ from refitd.protocol import local
 
 
 @dataclass(slots=True)
-class _Replica:
+class _ReplicaSteps:
     """One replica's ranks during one swap."""
 
     said: dict[str, local.StepReached] = field(default_factory=dict)  # by member
@@ -32,13 +32,13 @@ class LocalSteps:
         hand_over: Callable[[LocalMember, local.StepReached], None],
     ) -> None:
         self._members, self._tell, self._hand_over = members, tell, hand_over
-        self._replicas: dict[tuple[str, str, str], _Replica] = {}  # by swap, model, replica
+        self._replicas: dict[tuple[str, str, str], _ReplicaSteps] = {}  # by swap, model, replica
 
     def reached(self, member: LocalMember, said: local.StepReached) -> None:
         """Note where a rank is; tell all ranks of its replica in which poll they flip, once all have said it."""
         registered = member.registration
         assert isinstance(registered, local.RegisterTarget)
-        replica = self._replicas.setdefault((said.swap, registered.model, registered.replica), _Replica())
+        replica = self._replicas.setdefault((said.swap, registered.model, registered.replica), _ReplicaSteps())
         ranks = self._ranks(said.swap, registered.model, registered.replica)
         replica.said[member.id] = said
         if replica.flips is not None:
@@ -64,7 +64,7 @@ class LocalSteps:
             and (member.registration.model, member.registration.replica) == (model, replica)
         ]
 
-    def _choose(self, replica: _Replica, ranks: Iterable[LocalMember]) -> None:
+    def _choose(self, replica: _ReplicaSteps, ranks: Iterable[LocalMember]) -> None:
         there = {rank.id: rank for rank in ranks}
         said = {id_: one for id_, one in replica.said.items() if id_ in there}
         polls = meeting(
@@ -81,7 +81,7 @@ class LocalSteps:
         for id_, flip in replica.flips.items():
             self._tell(there[id_], flip)
 
-    def _give_up(self, replica: _Replica) -> None:
+    def _give_up(self, replica: _ReplicaSteps) -> None:
         """Leave the choice to the coordinator, which knows ranks elsewhere and waits for those that are late."""
         replica.is_handed_over = True
         for id_, said in replica.said.items():

@@ -38,7 +38,7 @@ from refitd.logs import EventLog, Throttle, setup
 from refitd.metrics import opened
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.background import LARGE_FRAME, OrderedDecoder
-from refitd.protocol.channel import Router, local_peer
+from refitd.protocol.channel import Router, hear_out, local_peer
 from refitd.protocol.codec import BadMessage, Decoder
 from refitd.protocol.keys import ClientKeys
 from refitd.security import daemon_keys, node_users
@@ -487,8 +487,11 @@ class DaemonShell:
         elif fd in self._poller:
             self._poller.unregister(fd)
 
-    def close(self, *, goodbye: bool) -> None:
-        """End the workers, close every socket and free the memory; `goodbye`: free this node's name, too."""
+    def close(self, *, goodbye: bool, is_standalone: bool) -> None:
+        """End the workers, close every socket and free the memory; `goodbye`: free this node's name, too.
+
+        The coordinator of a standalone daemon ends with it, and need not be heard out.
+        """
         if self._monitor is not None:
             self._monitor.close()
         self._workers.close()
@@ -496,6 +499,8 @@ class DaemonShell:
             self._dealer.send(0, cluster.NodeLeaves())
         self._listener.close()
         self._router.close()
+        if goodbye and not is_standalone:
+            hear_out(self._dealer.sockets, cluster.LAST_WORDS_S)
         self._dealer.close(sending_s=cluster.LAST_WORDS_S if goodbye else 0.0)
         for fd in self._arena_fds.values():
             os.close(fd)
@@ -558,7 +563,7 @@ def run(config: Config, coordinator: CoordinatorProcess | None, ready_fd: int | 
             shell.serve(stop, wakeup_r, coordinator, ready_fd)
         finally:
             manager.stopping()
-            shell.close(goodbye=bool(stop))
+            shell.close(goodbye=bool(stop), is_standalone=coordinator is not None)
     finally:
         context.destroy(linger=0)
     log("stopped", signal=stop[0])

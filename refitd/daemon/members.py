@@ -180,9 +180,8 @@ class LocalMember:
 
     @property
     def live_arena(self) -> int:
-        """The arena of a flipping target's live tensors."""
-        (arena,) = self.live.arenas()
-        return arena
+        """The arena of a flipping target's live tensors: all of them lie there."""
+        return int(self.live.arena[0])
 
     @property
     def in_place(self) -> bool:
@@ -233,7 +232,7 @@ class LocalMember:
         lease = self.leases.get(version)
         if lease is None:
             return TransferMode.COPIED
-        return TransferMode.PULLED if PROCESS_MEMORY in lease.places.arenas() else TransferMode.ARENA
+        return TransferMode.PULLED if PROCESS_MEMORY in lease.places.arena else TransferMode.ARENA
 
     def where(self, version: int) -> Hashable:
         """Return a key that is equal for two versions exactly if their tensors lie in the same places."""

@@ -125,7 +125,8 @@ class LocalSwaps:
             self._log("illegal", reason=str(exc))
             self._stage_failed(swap, f"node {self._node}", clipped(str(exc)))
             return
-        based = [(member, base) for _, member in targets for base in target_bases(message, [member])]
+        crossing = targets if outer is not None else []
+        based = [(member, base) for _, member in crossing for base in target_bases(message, [member])]
         for _, member in targets:
             member.move(StageBegan(swap, version, run))
             member.verifies, member.spare_proof = verify, None

@@ -21,13 +21,13 @@ from refitd.describe.roster import Roster
 from refitd.errors import PlanError
 from refitd.plan.cables import EQUAL, Cables, Floats
 from refitd.plan.coalesce import Rows, coalesced
-from refitd.plan.columns import Ints, find, hashed, mixed, numbered, offsets_of, ranges
+from refitd.plan.columns import Ints, find, hashed, in_order, mixed, numbered, numbered_lists, offsets_of, ranges
 from refitd.plan.fills import shared_fills
 from refitd.plan.layouts import Layouts, Side
 from refitd.plan.match import Match, match
 from refitd.plan.ops import ReshardPlan
 from refitd.plan.read_rosters import read_rosters
-from refitd.plan.regions import regions_of
+from refitd.plan.regions import held_by_classes
 from refitd.plan.remembered import Found, KeptRows, Remembered
 from refitd.plan.replicas import Demands, Shares, choose_sources
 from refitd.plan.shared import GlobalPlan, SharedPlan
@@ -68,7 +68,7 @@ def _planned(rosters: Sequence[Roster], remembered: Remembered, cables: Cables) 
     shared = _shared_plan(layouts, found, _shares(layouts, found, _speeds(rosters, cables)), known.rows)
     if wrong := shared_violations(shared, layouts, known.proof):
         raise PlanError(wrong)
-    return GlobalPlan(shared, found.unused, found.is_lcm, shared.digest(), regions_of(layouts, known.held)), layouts
+    return GlobalPlan(shared, found.unused, found.is_lcm, shared.digest(), known.held.of_ranks(layouts)), layouts
 
 
 def _found(rosters: Sequence[Roster]) -> Found:
@@ -77,7 +77,7 @@ def _found(rosters: Sequence[Roster]) -> Found:
     if problems or unmatched:
         raise PlanError(problems + unmatched)
     held = match(layouts.with_ties_merged())[0].shared if layouts.has_ties else found.shared
-    return Found(layouts, found, held)
+    return Found(layouts, found, held_by_classes(layouts, held))
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +125,7 @@ def _shares(layouts: Layouts, found: Match, speed: Floats | None) -> _Allotted:
         layouts.nodes,
         np.append(bundle_start, len(pieces.spot)),
         np.prod(pieces.size, axis=1) * pieces.element_size,
+        numbered_lists(pieces.box, bundle_start)[1],
         speed,
     )
     return _Allotted(shares.holder, demands.rank[shares.demand], shares.low, shares.high)
@@ -143,11 +144,11 @@ def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted, known: Kep
     Rows of the same pieces as before are those that are `known`.
     """
     pieces = found.pieces
-    order = np.lexsort((allotted.low, allotted.src, allotted.dst))
+    order = in_order(allotted.dst, allotted.src, allotted.low)
     src, dst, low, high = (column[order] for column in (allotted.src, allotted.dst, allotted.low, allotted.high))
     # a job is everything that one rank sends to another; pieces determine the destination's class, so that jobs with
     # the same runs of pieces and the same source class copy the same rows
-    _, run = numbered(low * (len(pieces.spot) + 1) + high)
+    run = low * (len(pieces.spot) + 1) + high
     opens = np.concatenate([[True], (np.diff(src) != 0) | (np.diff(dst) != 0)])[: len(src)]
     job_start = np.flatnonzero(opens)
     job_class = layouts.source.rank_class[src[job_start]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -13,6 +15,9 @@ import xxhash
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
+
+# Keys that are all below so many times their count are told apart by a table of all numbers, without sorting them.
+TABLE = 8
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -82,13 +87,44 @@ def hashed(columns: Sequence[npt.NDArray[Any]]) -> Hashes:
     return result
 
 
-def name_hashes(names: Sequence[str]) -> Hashes:
-    """Hash each name to 64 bits; equal names hash alike in any process."""
-    return np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in names], np.uint64)
+@functools.lru_cache(maxsize=8)
+def name_hashes(names: tuple[str, ...]) -> Hashes:
+    """Hash each name to 64 bits; equal names hash alike in any process. The array is shared: nobody may write to it."""
+    found = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in names], np.uint64)
+    found.flags.writeable = False
+    return found
+
+
+def below(keys: npt.NDArray[Any]) -> int:
+    """Return a number above all keys if a table of that size is quicker than sorting them; 0 if not."""
+    if not len(keys) or keys.dtype.kind != "i" or keys.min() < 0:
+        return 0
+    bound = 1 + int(keys.max())
+    return bound if bound <= TABLE * len(keys) else 0
+
+
+def in_order(*keys: Ints) -> Ints:
+    """Return the stable order of rows by several keys that are not negative, the most important one first."""
+    if not len(keys[0]):
+        return np.zeros(0, np.int64)
+    bounds = [1 + int(key.max()) for key in keys]
+    if math.prod(bounds) > np.iinfo(np.int64).max:
+        return np.lexsort(keys[::-1])
+    together = keys[0].astype(np.int64)
+    for key, bound in zip(keys[1:], bounds[1:], strict=True):
+        together = together * bound + key
+    # numbers of 16 bits are sorted by radix
+    return np.argsort(together.astype(np.uint16) if math.prod(bounds) <= 1 << 16 else together, kind="stable")
 
 
 def numbered(keys: npt.NDArray[Any]) -> tuple[Ints, Ints]:
-    """Number distinct keys: returns (index of one row per distinct key, number of each row's key)."""
+    """Number distinct keys: returns (index of the first row of each distinct key, number of each row's key)."""
+    if bound := below(keys):
+        first, number = np.full(bound, -1), np.empty(bound, np.int64)
+        first[keys[::-1]] = np.arange(len(keys))[::-1]
+        there = np.flatnonzero(first >= 0)
+        number[there] = np.arange(len(there))
+        return first[there], number[keys]
     _, first, number = np.unique(keys, return_index=True, return_inverse=True)
     return first.astype(np.int64), number.astype(np.int64)
 
@@ -111,6 +147,10 @@ def numbered_lists(values: Ints, start: Ints) -> tuple[Ints, Ints]:
 
 def distinct(keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the distinct keys, sorted. np.unique hashes integers, which takes several times as long."""
+    if bound := below(keys):
+        there = np.zeros(bound, bool)
+        there[keys] = True
+        return np.flatnonzero(there).astype(keys.dtype, copy=False)
     found = np.sort(keys)
     opens: npt.NDArray[np.bool_] = np.concatenate([[True], found[1:] != found[:-1]])[: len(found)]
     different: npt.NDArray[Any] = found[opens]

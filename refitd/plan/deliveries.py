@@ -14,7 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from refitd.plan.coalesce import Rows
-from refitd.plan.columns import Bools, Ints, distinct, find, hashed, numbered, numbered_lists, offsets_of, ranges
+from refitd.plan.columns import (
+    Bools,
+    Ints,
+    distinct,
+    find,
+    hashed,
+    in_order,
+    numbered,
+    numbered_lists,
+    offsets_of,
+    ranges,
+)
 from refitd.plan.shared import SharedPlan
 from refitd.plan.table import CopyTable
 
@@ -77,7 +88,7 @@ def deliveries_of(plan: SharedPlan, jobs: Ints, at: Ints) -> Deliveries:
         at: number of each rank's node.
     """
     src, dst, kind = plan.job_src[jobs], plan.job_dst[jobs], plan.job_rows[jobs]
-    order = np.lexsort((dst, at[dst], src))
+    order = in_order(src, at[dst], dst)
     src, dst, kind = src[order], dst[order], kind[order]
     node = at[dst]
     begin = np.flatnonzero(np.append(True, (np.diff(src) != 0) | (np.diff(node) != 0))[: len(src)])

@@ -43,6 +43,7 @@ class WantedPieces:
 
     dst_class: Ints
     set: Ints
+    box: Ints  # equal for pieces of the same elements
     spot: Ints  # (tensor, cell) as one number
     tensor: Ints
     local: Ints
@@ -280,19 +281,22 @@ def _wanted_pieces(layouts: Layouts, wanted: _Tiles, pattern: Ints, patterns: _P
     offset = geometries.tile_offset[row] + (inside * stride).sum(axis=1)
     spot = find(spots.key, tensor * max(1, len(patterns.cell_offset)) + cell)
     group, local, layout_class = spots.set[spot], wanted.local[tile], wanted.layout_class[tile]
+    size, shift = patterns.want_size[at], origin - patterns.cell_offset[cell]
+    box = numbered(hashed([spot, size, shift]))[1]
     order = np.lexsort((offset, local, tensor, group, layout_class))
     geometry = wanted.geometry[tile[order]]
     return WantedPieces(
         dst_class=layout_class[order],
         set=group[order],
+        box=box[order],
         spot=spot[order],
         tensor=tensor[order],
         local=local[order],
         element_size=geometries.element_size[geometry],
         cast=geometries.cast[geometry],
         origin=origin[order],
-        size=patterns.want_size[at][order],
-        shift=(origin - patterns.cell_offset[cell])[order],
+        size=size[order],
+        shift=shift[order],
         offset=offset[order],
         stride=stride[order],
     )

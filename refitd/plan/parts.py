@@ -9,6 +9,7 @@ Uses are in the order of the rows, so that rows which are put together again are
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -17,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import xxhash
 
-from refitd.plan.columns import Ints, distinct, ranges
+from refitd.plan.columns import Ints, distinct, range_values, ranges
 from refitd.plan.fills import FillTable
 from refitd.plan.shared import PLACE_BITS
 from refitd.plan.table import NAMED_BY, NAMES, CopyTable, CrossingTable, Int32, PlanTable
@@ -25,7 +26,7 @@ from refitd.plan.table import NAMED_BY, NAMES, CopyTable, CrossingTable, Int32, 
 T = TypeVar("T", bound=PlanTable)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Uses:
     """Which parts make up a table, and for which ranks. The ranks of all uses stand end to end."""
 
@@ -40,9 +41,13 @@ class Uses:
 
     def select(self, uses: Ints) -> Uses:
         """Return only the given uses, by index."""
-        count = self.count.astype(np.int64)
-        _, at = ranges((np.cumsum(count) - count)[uses], count[uses])
+        at = range_values(self._start[uses], self.count[uses].astype(np.int64))
         return Uses(self.part[uses], self.count[uses], self.path[uses], self.hop[uses], self.ranks[at])
+
+    @functools.cached_property
+    def _start(self) -> Ints:
+        """Where the ranks of each use begin."""
+        return np.cumsum(self.count, dtype=np.int64) - self.count
 
     def to_wire(self) -> dict[str, bytes]:
         """Return the columns as little-endian bytes."""
@@ -98,7 +103,7 @@ class Parted(Generic[T]):
         """Return a digest of each part's content: its rows, and all names. Equal parts of other names differ."""
         rows, names = self.rows, xxhash.xxh3_128(type(self.rows).__name__.encode())
         for name in NAMES:
-            names.update(repr(getattr(rows, name, None)).encode())
+            names.update(_digest_of(getattr(rows, name, None)))
         columns = [value for f in fields(rows) if isinstance(value := getattr(rows, f.name), np.ndarray)]
         matrix = np.column_stack([column.astype("<i8") for column in columns])
         names.update(repr(matrix.shape[1]).encode())
@@ -145,6 +150,11 @@ def assembled(kind: type[T], uses: Uses, parts: Sequence[T]) -> T:
     if isinstance(table, CrossingTable):
         changes |= {"path": uses.path[use], "hop": uses.hop[use]}
     return replace(table, **changes)
+
+
+@functools.lru_cache(maxsize=8)
+def _digest_of(names: tuple[str, ...] | None) -> bytes:
+    return xxhash.xxh3_128_digest(repr(names).encode())
 
 
 def _rank_columns(table: PlanTable) -> tuple[str, ...]:

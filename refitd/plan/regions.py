@@ -101,10 +101,25 @@ class Regions:
         return Digested(label, table.group[rows], lambda i: table.tensors[int(table.tensor[rows[i]])], digests)
 
 
-def regions_of(layouts: Layouts, shared: SharedCells) -> Regions:
-    """Return the regions of a plan: wanted elements that several source ranks hold, or one holds twice."""
+@dataclass(frozen=True, eq=False)
+class HeldByClasses:
+    """Regions, and the source classes that hold them: those with number `classes[i]` are holder i of the table."""
+
+    table: RegionTable
+    classes: Ints
+
+    def of_ranks(self, layouts: Layouts) -> Regions:
+        """Return the regions of a plan, whose ranks are of these classes."""
+        rank_class = layouts.source.rank_class
+        order = np.argsort(rank_class, kind="stable")
+        begin, end = (np.searchsorted(rank_class[order], self.classes, side=side) for side in ("left", "right"))
+        ranks = layouts.ranks[order].tolist()
+        return Regions(self.table, tuple(tuple(ranks[a:b]) for a, b in zip(begin.tolist(), end.tolist(), strict=True)))
+
+
+def held_by_classes(layouts: Layouts, shared: SharedCells) -> HeldByClasses:
+    """Return the regions of classes: wanted elements that several source ranks hold, or one holds twice."""
     classes, holder = np.unique(shared.source_class, return_inverse=True)
-    rank_class = layouts.source.rank_class
     tensors, tensor = np.unique(shared.tensor, return_inverse=True)
     names, local = np.unique(shared.local, return_inverse=True)
     # np.unique numbers in order, so groups ascend as spots do
@@ -121,7 +136,7 @@ def regions_of(layouts: Layouts, shared: SharedCells) -> Regions:
         offset=shared.offset,
         stride=shared.stride,
     )
-    return Regions(table, tuple(tuple(layouts.ranks[rank_class == number].tolist()) for number in classes.tolist()))
+    return HeldByClasses(table, classes)
 
 
 def differences(held: Sequence[Digested]) -> list[str]:

@@ -66,9 +66,7 @@ class Moves:
     """
 
     delivery: Ints  # [n]
-    before: (
-        Ints  # [n] the delivery that has been received where this one comes from; -1: none, it comes from the source
-    )
+    before: Ints  # [n] the delivery, received where this one comes from; -1: this one comes from its source
     lots: Ints  # [n] number of a set of lots
     path: Ints  # [n] 0 for none
     hop: Ints  # [n] relays before it on its path

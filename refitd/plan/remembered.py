@@ -13,9 +13,13 @@ from refitd.describe.roster import Roster
 from refitd.plan.coalesce import Rows
 from refitd.plan.columns import Ints
 from refitd.plan.layouts import Layouts
-from refitd.plan.match import Match, SharedCells
+from refitd.plan.match import Match
 from refitd.plan.read_rosters import MAX_RANK, SIDES, label_of, nodes_of
-from refitd.plan.validate import Proof
+from refitd.plan.regions import HeldByClasses
+from refitd.plan.validate import CoverageProof
+
+# How many fleets' descriptions are remembered: a replica that joins is planned for alone, then with all others.
+KEPT = 2
 
 
 class KeptRows:
@@ -37,20 +41,20 @@ class KeptRows:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """Layouts without problems, their match, and the cells that several source ranks hold.
+    """Layouts without problems, their match, and what several source ranks hold.
 
     `rows` and `proof` are of the last plan: of these descriptions, whatever ranks they were of.
     """
 
     layouts: Layouts
     match: Match
-    held: SharedCells
+    held: HeldByClasses
     rows: KeptRows = field(default_factory=KeptRows)
-    proof: Proof = field(default_factory=Proof)
+    proof: CoverageProof = field(default_factory=CoverageProof)
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept:
+class _Last:
     """`lists` are the distinct descriptions of each side, by first rank; `classes` the class of each, by its id."""
 
     lists: tuple[tuple[Sequence[ParameterMetadata], ...], ...]  # kept, so that no other list gets their ids
@@ -59,7 +63,7 @@ class _Kept:
 
 
 class Remembered:
-    """Remembers the last plan's descriptions. Owned by whoever plans again and again.
+    """Remembers the last plans' descriptions: of the whole fleet, and of who joins it. Owned by whoever plans again.
 
     A rank that joins, leaves or moves and is described like others changes neither layouts nor what is matched, only
     which ranks are of which class. This holds for descriptions that several ranks share and that name no ranks, unless
@@ -67,13 +71,22 @@ class Remembered:
     """
 
     def __init__(self) -> None:
-        self._kept: _Kept | None = None
+        self._kept: list[_Last] = []  # the one used last comes last
 
     def again(self, rosters: Sequence[Roster]) -> Found | None:
         """Return what was found of these descriptions, with these ranks; None if it must be found."""
-        kept, ordered = self._kept, _ordered(rosters)
-        if kept is None or ordered is None:
+        ordered = _ordered(rosters)
+        if ordered is None:
             return None
+        for kept in reversed(self._kept):
+            if (found := self._again(ordered, kept)) is not None:
+                self._kept.remove(kept)
+                self._kept.append(kept)
+                return found
+        return None
+
+    @staticmethod
+    def _again(ordered: Sequence[Roster], kept: _Last) -> Found | None:
         sides: list[Ints] = []
         for side, lists, classes in zip(SIDES, kept.lists, kept.classes, strict=True):
             ids = [id(getattr(roster, side)) for roster in ordered]
@@ -97,7 +110,6 @@ class Remembered:
 
     def keep(self, rosters: Sequence[Roster], found: Found) -> None:
         """Remember what was found, if it depends on the descriptions alone."""
-        self._kept = None
         ordered = _ordered(rosters)
         if ordered is None:
             return
@@ -112,7 +124,7 @@ class Remembered:
                     return
             lists.append(tuple(held.values()))
             classes.append(of)
-        self._kept = _Kept(tuple(lists), tuple(classes), found)
+        self._kept = [*self._kept, _Last(tuple(lists), tuple(classes), found)][-KEPT:]
 
 
 def _ordered(rosters: Sequence[Roster]) -> list[Roster] | None:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from refitd.describe.layout import canonical_name
 from refitd.describe.metadata import ParameterMetadata
 from refitd.errors import PlanError
-from refitd.plan.columns import Ints, distinct, find, numbered, offsets_of, ranges
+from refitd.plan.columns import Ints, distinct, find, in_order, numbered, offsets_of, ranges
 from refitd.plan.origins import origins_by_speed
 
 Floats = npt.NDArray[np.float64]
@@ -35,6 +35,8 @@ Floats = npt.NDArray[np.float64]
 # sender determines the time, not the one that sends least
 TOLERANCE = 0.02
 MAX_PASSES = 30
+# what ranks of a node that are cut differently need alike crosses once if that leaves less than this of the bytes
+ONCE = 0.95
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +80,7 @@ def choose_sources(
     nodes: Ints,
     bundle_start: Ints,
     piece_bytes: Ints,
+    content: Ints,
     speed: Floats | None = None,
 ) -> Shares:
     """Choose the holders that serve each demand.
@@ -89,8 +92,57 @@ def choose_sources(
         nodes: [ranks] number of each rank's node, -1 if unknown.
         bundle_start: [bundles + 1] into `piece_bytes`.
         piece_bytes: bytes of each piece.
+        content: [bundles] equal for bundles of the same pieces in one order.
         speed: [ranks] bytes per second that each can send to other nodes; None: all the same.
     """
+    total = np.concatenate([np.zeros(1, np.int64), np.cumsum(piece_bytes)])
+    nbytes = total[bundle_start[1:]] - total[bundle_start[:-1]]
+    first, which = _needed_once(demands, set_of, holder_of, nodes, content, nbytes)
+    some = Demands(demands.rank[first], demands.set[first], demands.bundle[first])
+    shares = _chosen(some, set_of, holder_of, nodes, bundle_start, piece_bytes, speed)
+    if len(first) == len(which):
+        return shares
+    order = np.argsort(shares.demand, kind="stable")
+    begin = offsets_of(shares.demand[order], len(first))
+    demand, at = ranges(begin[which], np.diff(begin)[which])
+    at = order[at]
+    # the same places of another rank's bundle
+    shift = bundle_start[demands.bundle[demand]] - bundle_start[some.bundle[shares.demand[at]]]
+    return Shares(demand, shares.low[at] + shift, shares.high[at] + shift, shares.holder[at])
+
+
+def _needed_once(
+    demands: Demands, set_of: Ints, holder_of: Ints, nodes: Ints, content: Ints, nbytes: Ints
+) -> tuple[Ints, Ints]:
+    """Return (demands to choose holders for, the number among these of each demand that it is served like).
+
+    What ranks of one node that are cut alike need from other nodes comes from one holder, so that it crosses once. So
+    does what others need alike (replicated tensors, KV heads) if that is much: it makes more kinds of rows.
+    """
+    node, places = nodes[demands.rank], 1 + int(nodes.max(initial=-1))
+    held = distinct(set_of * (places + 1) + nodes[holder_of] + 1)
+    far = np.flatnonzero((node >= 0) & (find(held, demands.set * (places + 1) + node + 1) < 0))
+    bundle = demands.bundle[far]
+    same, alike = (numbered(kind * places + node[far]) for kind in (bundle, content[bundle]))
+    example, number = alike if nbytes[bundle[alike[0]]].sum() < ONCE * nbytes[bundle[same[0]]].sum() else same
+    first = np.arange(len(node))
+    first[far] = far[example[number]]
+    chosen = np.flatnonzero(first == np.arange(len(node)))
+    position = np.zeros(len(node), np.int64)
+    position[chosen] = np.arange(len(chosen))
+    return chosen, position[first]
+
+
+def _chosen(
+    demands: Demands,
+    set_of: Ints,
+    holder_of: Ints,
+    nodes: Ints,
+    bundle_start: Ints,
+    piece_bytes: Ints,
+    speed: Floats | None,
+) -> Shares:
+    """Choose the holders that serve each demand; arguments are those of `choose_sources`."""
     turns = _take_turns(demands, set_of, holder_of, nodes)
     low, high = bundle_start[demands.bundle], bundle_start[demands.bundle + 1]
     local = turns.turn < 0
@@ -136,18 +188,20 @@ def _take_turns(demands: Demands, set_of: Ints, holder_of: Ints, nodes: Ints) ->
     local = find(np.sort(set_of * ranks + holders), demands.set * ranks + demands.rank) >= 0
     places = set_of * (node_count + 1) + nodes[holders] + 1
     near = demands.set * (node_count + 1) + nodes[demands.rank] + 1
-    near_start = np.searchsorted(places, near, side="left")
-    near_count = np.searchsorted(places, near, side="right") - near_start
+    example, place = numbered(near)
+    begin, end = (np.searchsorted(places, near[example], side=side) for side in ("left", "right"))
+    near_start, near_count = begin[place], (end - begin)[place]
     known = (nodes[demands.rank] >= 0) & (near_count > 0)
-    set_start = np.searchsorted(set_of, demands.set, side="left")
-    set_count = np.searchsorted(set_of, demands.set, side="right") - set_start
+    begins = offsets_of(set_of, 1 + int(demands.set.max(initial=-1)))
+    set_start, set_count = begins[demands.set], np.diff(begins)[demands.set]
     start, count = np.where(known, near_start, set_start), np.where(known, near_count, set_count)
     remote = np.flatnonzero(~local)
-    first, number = numbered(start[remote] * (len(holders) + 1) + count[remote])
+    # of the groups that begin with one holder, one is the whole set
+    first, number = numbered(2 * start[remote] + (count == set_count)[remote])
     turn = np.full(len(local), -1, np.int64)
     turn[remote] = number
     # a demand's position within its turn, in the order of ranks, picks the candidate
-    by_turn = np.argsort(number, kind="stable")
+    by_turn = in_order(number)
     begin = offsets_of(number[by_turn], len(first))
     nth = np.empty(len(remote), np.int64)
     nth[by_turn] = np.arange(len(remote)) - begin[number[by_turn]]

@@ -24,7 +24,7 @@ T = TypeVar("T", bound=PlanTable)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Placed(Generic[T]):
+class RoutedTable(Generic[T]):
     """A table in parts, and where each use begins and ends: numbers of nodes."""
 
     table: Parted[T]
@@ -49,10 +49,10 @@ class Routes:
     nodes: list[str]
     relays: Relays
     links: dict[tuple[str, str], int]
-    inner: Placed[CopyTable]
-    crossing: Placed[CrossingTable]
-    onward: Placed[CopyTable]
-    fills: Placed[FillTable]
+    inner: RoutedTable[CopyTable]
+    crossing: RoutedTable[CrossingTable]
+    onward: RoutedTable[CopyTable]
+    fills: RoutedTable[FillTable]
 
 
 def routes_of(
@@ -84,16 +84,17 @@ def routes_of(
     if may_relay:
         moves, relays = relayed(found, at, names, least_bytes, last, cables)
     crossing, nbytes = _crossing(plan, found, moves, at)
-    link, which = np.unique(crossing.src * len(names) + crossing.dst, return_inverse=True)
-    moved = np.zeros(len(link), np.int64)
+    link = crossing.src * len(names) + crossing.dst
+    first, which = numbered(link)
+    moved = np.zeros(len(first), np.int64)
     np.add.at(moved, which, nbytes)
-    between = [(names[key // len(names)], names[key % len(names)]) for key in link.tolist()]
+    between = [(names[key // len(names)], names[key % len(names)]) for key in link[first].tolist()]
     links = dict(zip(between, moved.tolist(), strict=True))
     inner = _inner(plan, np.flatnonzero(is_near), at)
     return Routes(names, relays, links, inner, crossing, _onward(plan, found), _fills(plan, at))
 
 
-def _inner(plan: SharedPlan, jobs: Ints, at: Ints) -> Placed[CopyTable]:
+def _inner(plan: SharedPlan, jobs: Ints, at: Ints) -> RoutedTable[CopyTable]:
     """Return the jobs of ranks of one node: rows of one kind are a part."""
     kinds, src, dst = distinct(plan.job_rows[jobs]), plan.job_src[jobs], plan.job_dst[jobs]
     count = np.diff(plan.row_start)[kinds]
@@ -102,10 +103,10 @@ def _inner(plan: SharedPlan, jobs: Ints, at: Ints) -> Placed[CopyTable]:
     start, part = np.append(0, np.cumsum(count)), np.searchsorted(kinds, plan.job_rows[jobs])
     none = np.zeros(len(jobs), np.int64)
     parted = Parted.of(table, start, part, none + 2, np.column_stack([src, dst]).reshape(-1), none, none)
-    return Placed(parted, at[src], at[dst])
+    return RoutedTable(parted, at[src], at[dst])
 
 
-def _crossing(plan: SharedPlan, found: Deliveries, moves: Moves, at: Ints) -> tuple[Placed[CrossingTable], Ints]:
+def _crossing(plan: SharedPlan, found: Deliveries, moves: Moves, at: Ints) -> tuple[RoutedTable[CrossingTable], Ints]:
     """Return the moves, and the bytes of each. Those with the same lots of the same patterns are uses of one part."""
     patterns, is_passed = found.patterns, moves.before >= 0
     here = found.pattern[moves.delivery]
@@ -139,7 +140,7 @@ def _crossing(plan: SharedPlan, found: Deliveries, moves: Moves, at: Ints) -> tu
     nbytes = np.zeros(len(example), np.int64)
     np.add.at(nbytes, of, table.row_bytes)
     source = np.where(is_passed, found.node[moves.before], at[found.src[moves.delivery]])
-    return Placed(parted, source, found.node[moves.delivery]), nbytes[part]
+    return RoutedTable(parted, source, found.node[moves.delivery]), nbytes[part]
 
 
 class _CrossingLines:
@@ -161,7 +162,7 @@ class _CrossingLines:
         return of[wanted], line[wanted]
 
 
-def _onward(plan: SharedPlan, found: Deliveries) -> Placed[CopyTable]:
+def _onward(plan: SharedPlan, found: Deliveries) -> RoutedTable[CopyTable]:
     """Return the copies of what has crossed. What one destination of a pattern gives to another is a part."""
     patterns = found.patterns
     line = np.flatnonzero(~patterns.crosses)
@@ -179,10 +180,10 @@ def _onward(plan: SharedPlan, found: Deliveries) -> Placed[CopyTable]:
     ranks = np.column_stack([found.dst[begin + src[first][part]], found.dst[begin + dst[first][part]]]).reshape(-1)
     parted = Parted.of(CopyTable(**columns), np.append(first, len(line)), part, none + 2, ranks, none, none)
     node = found.node[delivery]
-    return Placed(parted, node, node)
+    return RoutedTable(parted, node, node)
 
 
-def _fills(plan: SharedPlan, at: Ints) -> Placed[FillTable]:
+def _fills(plan: SharedPlan, at: Ints) -> RoutedTable[FillTable]:
     """Return the fills: those of one kind are a part."""
     fills = plan.fills
     table = FillTable(
@@ -196,7 +197,7 @@ def _fills(plan: SharedPlan, at: Ints) -> Placed[FillTable]:
         stride=fills.stride,
     )
     none, node = np.zeros(len(fills.rank), np.int64), at[fills.rank]
-    return Placed(Parted.of(table, fills.row_start, fills.kind, none + 1, fills.rank, none, none), node, node)
+    return RoutedTable(Parted.of(table, fills.row_start, fills.kind, none + 1, fills.rank, none, none), node, node)
 
 
 def _columns(plan: SharedPlan, row: Ints, src: Ints, dst: Ints, giver: Ints | None = None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import numpy as np
 from refitd.describe.casts import SOURCE_SIZES
 from refitd.describe.roster import Roster
 from refitd.plan.coalesce import Rows
-from refitd.plan.columns import Hashes, Ints, distinct, hashed, numbered, ranges
+from refitd.plan.columns import Hashes, Ints, below, distinct, find, hashed, numbered, ranges
 from refitd.plan.coordinates import Spans, TileIndex, doubly_placed
 from refitd.plan.fills import FillTable
 from refitd.plan.layouts import Layouts
@@ -74,7 +74,7 @@ class _Uses:
         return all(map(np.array_equal, *columns))
 
 
-class Proof:
+class CoverageProof:
     """What was proven of the rows of a plan: what each use of them brings, and what each class is owed.
 
     It holds for the same rows between the same classes, whichever ranks these have.
@@ -97,7 +97,7 @@ class Proof:
         return not len(_lacking(self._received, self._owed, uses, dst, layouts))
 
 
-def shared_violations(plan: SharedPlan, layouts: Layouts, proof: Proof | None = None) -> list[str]:
+def shared_violations(plan: SharedPlan, layouts: Layouts, proof: CoverageProof | None = None) -> list[str]:
     """Return everything that is wrong with a plan for these layouts, which must be free of problems.
 
     Rows of which `proof` has been given are not looked at again, if the layouts' classes are the same.
@@ -139,8 +139,13 @@ def _renamed(names: Sequence[str], known: Sequence[str]) -> Ints:
 
 
 def _positions(ranks: Ints, wanted: Ints) -> Ints:
-    at = np.minimum(np.searchsorted(ranks, wanted), max(0, len(ranks) - 1))
-    return np.where(ranks[at] == wanted, at, -1) if len(ranks) else np.full(len(wanted), -1)
+    bound = below(ranks)
+    if not bound or wanted.min(initial=0) < 0:
+        return find(ranks, wanted)
+    at = np.full(bound + 1, -1)
+    at[ranks] = np.arange(len(ranks))
+    found: Ints = at[np.minimum(wanted, bound)]
+    return found
 
 
 def _strangers(plan: SharedPlan, layouts: Layouts, src: Ints, dst: Ints) -> list[str]:
@@ -157,8 +162,10 @@ def _strangers(plan: SharedPlan, layouts: Layouts, src: Ints, dst: Ints) -> list
 
 
 def _uses(plan: SharedPlan, source_class: Ints, destination_class: Ints) -> _Uses:
-    key = hashed([plan.job_rows, source_class, destination_class])
-    example, number = numbered(key)
+    example, number = numbered(plan.job_rows)
+    alike = example[number]  # jobs of one kind should be of one class at each end
+    if (source_class != source_class[alike]).any() or (destination_class != destination_class[alike]).any():
+        example, number = numbered(hashed([plan.job_rows, source_class, destination_class]))
     return _Uses(plan.job_rows[example], source_class[example], destination_class[example], example, number)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -171,7 +172,8 @@ class Router:
             self.socket.recv(copy=False)
         if first is None:
             return Received(head.bytes, b"", "", "")
-        who, key, address = head.bytes, _property(first, "User-Id"), _property(first, "Peer-Address")
+        key = _property(first, "User-Id") if self._keys is not None else ""
+        who, address = head.bytes, _property(first, "Peer-Address")
         empty, size = Received(who, b"", key, address), len(first.buffer)
         if limit is not None and size > limit(empty):
             return Received(who, b"", key, address, size)
@@ -224,6 +226,20 @@ class Router:
         self._close_sockets()
         if self._file is not None:
             self._file.unlink(missing_ok=True)
+
+
+def hear_out(sockets: Iterable[zmq.Socket[bytes]], seconds: float) -> None:
+    """Read and drop what comes, for so long, after a last word and before the sockets are closed.
+
+    A connection that is closed with unread data is reset, and a peer that finds out by writing never reads that word.
+    """
+    poller = zmq.Poller()
+    for each in sockets:
+        poller.register(each, zmq.POLLIN)
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        for found, _ in poller.poll(int(1000 * left) + 1):
+            found.recv_multipart(zmq.NOBLOCK, copy=False)
 
 
 class Dealer:

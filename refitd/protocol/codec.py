@@ -27,7 +27,7 @@ _UNCOUNTED_BYTES = 64 << 10
 
 def encode(request_id: int, message: Message) -> bytes:
     """Return the frame of a message. `request_id` 0: no reply is expected."""
-    frame: bytes = msgpack.packb([request_id, msgspec.to_builtins(message, builtin_types=(bytes,))])
+    frame = msgspec.msgpack.encode([request_id, message])
     if len(frame) > MAX_MESSAGE_BYTES:
         raise ProtocolError(
             f"{type(message).__name__} would take {len(frame)} bytes, the limit is {MAX_MESSAGE_BYTES}; "
@@ -121,17 +121,12 @@ def _kind_of(body: msgspec.Raw) -> str:
 
 def digest_of(value: msgspec.Struct) -> str:
     """Return the content digest of a value: xxh3-128 of its encoding, the same on every machine."""
-    return xxhash.xxh3_128_hexdigest(_packed(value))
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(value))
 
 
 def pack(value: msgspec.Struct) -> bytes:
     """Return a large value compressed, for a bytes field of a message. zlib level 1: what is large is repetitive."""
-    return zlib.compress(_packed(value), 1)
-
-
-def _packed(value: msgspec.Struct) -> bytes:
-    found: bytes = msgpack.packb(msgspec.to_builtins(value, builtin_types=(bytes,)))
-    return found
+    return zlib.compress(msgspec.msgpack.encode(value), 1)
 
 
 def unpack(data: bytes, kind: type[V], digest: str) -> V:

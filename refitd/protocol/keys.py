@@ -14,6 +14,7 @@ roles (roles.py). A line without them allows any node name and all roles.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -92,7 +93,7 @@ def generate(name: str) -> KeyPair:
 
 
 def write(pair: KeyPair, directory: Path, *, replace: bool = False) -> tuple[Path, Path]:
-    """Write NAME.key (0600) and NAME.pub (0644), both or neither; return both paths.
+    """Write NAME.key (0600) and NAME.pub (0644), both or neither; return both paths. The last folder may be missing.
 
     Raises:
         ConfigError: one of them exists and may not be replaced, or cannot be written.
@@ -102,6 +103,8 @@ def write(pair: KeyPair, directory: Path, *, replace: bool = False) -> tuple[Pat
         f"# The secret key of {pair.name}, for nobody but its process. {public_path.name} is for the others.\n"
         f'name = "{pair.name}"\npublic = "{pair.public}"\nsecret = "{pair.secret}"\n'
     )
+    with contextlib.suppress(OSError):  # the first file says what is wrong
+        directory.mkdir(exist_ok=True)
     _create(secret_path, text, 0o600, replace)
     try:
         _create(public_path, f"{pair.public_line}\n", 0o644, replace)

@@ -19,7 +19,7 @@ from refitd.errors import RefusedError
 from refitd.mxfp8 import BLOCK, Rounding
 from refitd.transforms.base import ReshardTransform, Slices
 from refitd.transforms.coverage import Box, Coverage, box_of
-from refitd.transforms.mxfp8_buffers import Held, check_device, held_of, holds_columns, is_quantized, quantize
+from refitd.transforms.mxfp8_buffers import CheckedBuffer, check_device, held_of, holds_columns, is_quantized, quantize
 from refitd.transforms.mxfp8_format import Scratch
 
 
@@ -201,7 +201,7 @@ class MXFP8ReshardTransform(ReshardTransform):
         if receiving is not None:
             receiving.coverage.check_complete()
 
-    def _held(self, param_name: str) -> Held:
+    def _held(self, param_name: str) -> CheckedBuffer:
         key = param_name.removeprefix(self._prefix)
         if key not in self._buffers:
             known = ", ".join(self._keys[:5]) or "none"
@@ -217,7 +217,7 @@ class MXFP8ReshardTransform(ReshardTransform):
             self._receiving[name] = _Receiving(Coverage(name, held.data.shape), rows)
         return self._receiving[name]
 
-    def _convert(self, held: Held, receiving: _Receiving, box: Box, values: torch.Tensor) -> None:
+    def _convert(self, held: CheckedBuffer, receiving: _Receiving, box: Box, values: torch.Tensor) -> None:
         """Convert the whole blocks of a piece, and keep partial blocks until they are complete.
 
         [20:100]  ->  [20:32] kept, [32:96] converted, [96:100] kept
@@ -235,7 +235,7 @@ class MXFP8ReshardTransform(ReshardTransform):
                 self._join(held, receiving, lead, (start, stop), values[..., start - low : stop - low])
 
     def _join(
-        self, held: Held, receiving: _Receiving, lead: Slices, part: tuple[int, int], values: torch.Tensor
+        self, held: CheckedBuffer, receiving: _Receiving, lead: Slices, part: tuple[int, int], values: torch.Tensor
     ) -> None:
         """Keep parts of blocks, and convert the blocks that are now whole. Rows may be cut at different places."""
         block = part[0] // BLOCK
@@ -293,9 +293,11 @@ def check_source(name: str, dtype: torch.dtype | str, device: torch.device) -> N
     check_device(name, device)
 
 
-def _checked(names: Collection[str], buffers: Mapping[str, object], prefix: str, *, converts: bool) -> dict[str, Held]:
-    """Return the parameters' buffers as Held; raises RefusedError listing every problem."""
-    found: dict[str, Held] = {}
+def _checked(
+    names: Collection[str], buffers: Mapping[str, object], prefix: str, *, converts: bool
+) -> dict[str, CheckedBuffer]:
+    """Return the parameters' buffers as CheckedBuffer; raises RefusedError listing every problem."""
+    found: dict[str, CheckedBuffer] = {}
     owners: dict[str, str] = {}
     problems = []
     for name in sorted(names):

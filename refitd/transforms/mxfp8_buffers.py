@@ -68,7 +68,7 @@ class MXFP8Buffer:
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class CheckedBuffer:
     """The checked content of a buffer object, as bytes.
 
     Attributes:
@@ -126,7 +126,7 @@ def is_quantized(value: object) -> bool:
     return parts is not None and parts[0].dtype in DATA_DTYPES
 
 
-def held_of(name: str, value: object) -> Held:
+def held_of(name: str, value: object) -> CheckedBuffer:
     """Return the checked content of a buffer object.
 
     It may be an MXFP8Buffer, any object with tensors `data` and `scale`, or Transformer Engine's MXFP8Tensor.
@@ -159,13 +159,13 @@ def held_of(name: str, value: object) -> Held:
     data, scale = data.detach().view(torch.uint8), scale.detach().view(torch.uint8)
     known = None if rounding is None else Rounding(rounding)
     if said_swizzled and scale.numel() == flat:
-        return Held(data, None, scale.view(-1), known)
+        return CheckedBuffer(data, None, scale.view(-1), known)
     if scale.shape == plain and not said_swizzled:
-        return Held(data, scale, None, known)
+        return CheckedBuffer(data, scale, None, known)
     if may_be_padded and scale.shape == padded and not said_swizzled:
-        return Held(data, scale[:rows, :blocks].unflatten(0, data.shape[:-1] or (1,)).view(plain), None, known)
+        return CheckedBuffer(data, scale[:rows, :blocks].unflatten(0, data.shape[:-1] or (1,)).view(plain), None, known)
     if scale.shape == (flat,):
-        return Held(data, None, scale, known)
+        return CheckedBuffer(data, None, scale, known)
     raise RefusedError(
         f"{name}: the scale of {list(data.shape)} has shape {list(scale.shape)}, expected {list(plain)}, or [{flat}] "
         "where it is swizzled"

@@ -13,7 +13,7 @@ from refitd.copy_services.base import PreparedJob, RunResult
 from refitd.copy_services.device_stream import on_streams
 from refitd.errors import TransportError
 from refitd.mxfp8 import BLOCK, ROUNDINGS, swizzled_bytes
-from refitd.transforms.mxfp8_buffers import Held, check_device, quantize
+from refitd.transforms.mxfp8_buffers import CheckedBuffer, check_device, quantize
 from refitd.transforms.mxfp8_format import Scratch
 
 _DEFAULT_S = 600.0
@@ -66,11 +66,13 @@ def _piece(
     swizzled = None if kind == QUANTIZE else view(scale, swizzled_bytes(rows, blocks))
     if kind == SWIZZLE:
         read = view(source, rows * blocks, here).view(rows, blocks)
-        return lambda: Held(read, None, swizzled, None).lay_out(read)
+        return lambda: CheckedBuffer(read, None, swizzled, None).lay_out(read)
     values = view(source, rows * columns * ELEMENT_BYTES, here).view(torch.bfloat16).view(rows, columns)
     check_device(f"conversion {row}", values.device)
     data = view(int(pieces.data[row]), rows * columns).view(rows, columns)
-    held = Held(data, view(scale, rows * blocks).view(rows, blocks) if kind == QUANTIZE else None, swizzled, None)
+    held = CheckedBuffer(
+        data, view(scale, rows * blocks).view(rows, blocks) if kind == QUANTIZE else None, swizzled, None
+    )
 
     def convert() -> None:
         made = held.scale if held.scale is not None else held.new_scale()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import resource
 import subprocess
@@ -84,6 +85,39 @@ def test_a_trainer_lends_what_it_trains_and_versions_flip_under_an_engine(daemon
         again = engine.adopt(live)
         assert (again.tensors, again.nbytes) == (0, 0)
         assert again.left["embed.weight"] == "it lies in an arena already"
+
+
+@pytest.mark.parametrize("keep_addresses", [False, True])
+def test_tensors_with_gaps_between_their_elements_flip(daemon: Daemon, keep_addresses: bool) -> None:
+    class Padded(nn.Module):
+        """Rows that are padded, as engines do it, columns of one memory, and every second element of one."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.padded = nn.Parameter(torch.zeros(300, 400)[:, :272])
+            fused, flat = torch.zeros(50, 60), torch.zeros(101)
+            self.left, self.right = nn.Parameter(fused[:, :20]), nn.Parameter(fused[:, 20:])
+            self.even, self.odd = nn.Parameter(flat[::2]), nn.Parameter(flat[1::2])
+
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        learned, live = Padded(), Padded()
+        strides = {name: tensor.stride() for name, tensor in live.state_dict().items()}
+        engine.adopt(live, keep_addresses=keep_addresses)
+        before = addresses(live)
+        source = trainer.register_source("policy", learned)
+        target = engine.register_target("policy", live, replica="a", mode="flip")
+        published = []
+        for number in (1, 2):
+            for tensor in learned.parameters():
+                nn.init.normal_(tensor)
+            published.append(copy.deepcopy(learned.state_dict()))
+            source.publish(number)
+            swap(trainer, number, target)
+            assert same(live, learned) and addresses(live) == before
+        with Engine(target):
+            assert trainer.rollback("policy", timeout=30).bytes == 0
+        assert all(torch.equal(tensor, published[0][name]) for name, tensor in live.state_dict().items())
+        assert {name: tensor.stride() for name, tensor in live.state_dict().items()} == strides
 
 
 def test_tensors_that_leave_the_arena_fail_the_next_commit_by_name(daemon: Daemon) -> None:

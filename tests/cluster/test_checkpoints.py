@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,12 +43,14 @@ def publish(daemon: Daemon, folder: Path, *, swap: bool = False) -> int:
 @contextlib.contextmanager
 def largest_file(nbytes: int) -> Iterator[None]:
     """A disk on which no file becomes larger."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, writes = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # Python keeps a file of bytecode that was cut off
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = writes
 
 
 def folder_of(path: Path, tensors: dict[str, torch.Tensor]) -> Path:

@@ -262,13 +262,13 @@ def test_sglang_refuses_another_revision(daemon: Daemon, stood: object, checkpoi
         trainer.register_source("policy", {**values(1), "a": torch.zeros(8, 3)})
         settings = sglang.Settings(replica="a", directory=str(daemon.directory), checkpoint=checkpoint)
         with pytest.raises(refitd.RefusedError, match=r"a: the trainer offers \[8, 3\], .* has \[5, 3\]"):
-            sglang.Engine(Model(), settings).bind()
+            sglang.SchedulerRank(Model(), settings).bind()
 
 
 def test_another_sglang_is_refused(stood: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["sglang"], "__version__", "0.6.1")
     with pytest.raises(refitd.RefusedError, match=r"SGLang 0\.6\.1 is not the version .*0\.5\.x"):
-        sglang.Engine(Model(), sglang.Settings())
+        sglang.SchedulerRank(Model(), sglang.Settings())
 
 
 class Loaded(torch.nn.Parameter):

@@ -40,6 +40,8 @@ class Ran:
 def ran(command: list[str], shell: str = "", **options: object) -> Ran:
     """Run a command, with redirections of sh; its stdout is nobody's business."""
     given: dict[str, object] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "timeout": RUN_S, **options}
+    # Python keeps bytecode of which a limit has cut a part off, and every later import of that module fails
+    given["env"] = {**os.environ, **given.get("env", {}), "PYTHONDONTWRITEBYTECODE": "1"}  # type: ignore[dict-item]
     if shell:
         command = ["sh", "-c", f'exec "$@" {shell}', "sh", *command]
     ended = subprocess.run(command, text=True, check=False, stdin=subprocess.DEVNULL, **given)  # type: ignore[call-overload]
@@ -66,7 +68,7 @@ def test_output_of_which_a_part_is_written_is_no_success(tmp_path: Path, unbuffe
         found = ran(
             [*CTL, "-h"],
             stdout=small,
-            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            env={"PYTHONUNBUFFERED": unbuffered},
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
         )
     assert found.status == 1 and (tmp_path / "help").stat().st_size == 1000

@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import json
+import runpy
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
 ]
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "sglang_trainer.py"
 UNUSED = ("torchvision", "gguf", "sgl_kernel", "IPython", "traitlets", "orjson", "pybase64")
 
 
@@ -123,6 +125,11 @@ def test_sglangs_weight_updater_calls_the_custom_loader(
             settings = {"replica": "a", "directory": str(daemon.directory), "checkpoint": one_rank}
             assert sglang.drive(Engine(), trainer, version, **settings).outcome == "committed"
             assert (model.fused == version).all()
+        source.close()
+        monkeypatch.setenv("REFITD_RUNTIME_DIR", str(daemon.directory))
+        trained = torch.nn.ParameterDict({"a": torch.ones(5, 3), "b": torch.ones(4)})
+        runpy.run_path(str(EXAMPLE))["train"](Engine(), trainer, trained, one_rank, 2)
+        assert torch.equal(model.fused, torch.cat([trained["a"].reshape(-1), trained["b"]]).data)
     model.__dict__["_refitd"].let_go()
 
 

@@ -423,3 +423,16 @@ def test_verls_own_manager_updates_its_workers_over_ray(daemon: Daemon, base: st
     assert ran.returncode == 0, ran.stdout + ran.stderr
     said = next(json.loads(line) for line in reversed(ran.stdout.splitlines()) if line.startswith("{"))
     assert said["checked"] == sorted(set(said["checked"])) and len(said["checked"]) == 7
+
+
+@pytest.mark.slow
+@installed
+def test_verls_configuration_takes_the_examples_overrides(base: str, tmp_path: Path) -> None:
+    python = tmp_path / "python3"  # the example runs `python3 -m verl.trainer.main_ppo OVERRIDE...`
+    python.write_text(f'#!/bin/sh\nshift 2\nexec {PYTHON} -m tests.support.verl_configuration "$@"\n')
+    python.chmod(0o755)
+    example = [ROOT / "examples" / "verl_grpo.sh", "model", "train.parquet", "test.parquet", "trainer.save_freq=5"]
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ran = subprocess.run(example, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout) == ["refitd.adapters.verl", "RefitdCheckpointEngine", {"timeout": 900}]

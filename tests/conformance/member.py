@@ -19,7 +19,7 @@ from refitd.copy_services.registry import installed
 from tests.conformance.orders import Answer, Lent, Orders, Stop, Vitals
 from tests.conformance.services import OneSided, TwoSided
 from tests.conformance.transfers import Plan
-from tests.support.processes import Mailroom
+from tests.support.actors import Mailroom
 
 if TYPE_CHECKING:
     pass

@@ -53,7 +53,7 @@ def test_a_peer_that_died_before_a_run_is_named(two_sided: Contestant, fresh: Ca
     world = fresh(two_sided)
     world.join()
     assert world.run(between_culprit_and_others()).arrived
-    world.crew.kill(CULPRIT)
+    world.actors.kill(CULPRIT)
     outcome = world.run(between_culprit_and_others(), Orders(timeout=TIMEOUT_S), answering=SURVIVORS)
 
     name_the_culprit(outcome, "PeerLost", "DeadlineExceeded")
@@ -73,7 +73,7 @@ def test_a_peer_that_dies_during_a_run_is_named(
         orders_of={CULPRIT: Orders(kill_at=so_far)},
         answering=SURVIVORS,
     )
-    world.crew.wait_end(CULPRIT)
+    world.actors.wait_end(CULPRIT)
 
     name_the_culprit(outcome, "PeerLost", "DeadlineExceeded")
     a_new_epoch_works(world)
@@ -83,7 +83,7 @@ def test_a_peer_that_dies_after_a_run_leaves_what_it_sent(two_sided: Contestant,
     world = fresh(two_sided)
     world.join()
     outcome = world.run(between_culprit_and_others())
-    world.crew.kill(CULPRIT)
+    world.actors.kill(CULPRIT)
     assert outcome.arrived and world.still_is(outcome)
 
     after = world.run(Plan((), 4096), Orders(timeout=TIMEOUT_S), answering=SURVIVORS)
@@ -100,11 +100,11 @@ def test_a_peer_that_stops_is_named_at_the_deadline_and_what_it_sends_later_is_n
     world = fresh(two_sided)
     world.join()
     if so_far is None:
-        world.crew.signal(CULPRIT, signal.SIGSTOP)
+        world.actors.signal(CULPRIT, signal.SIGSTOP)
 
     def wake_up_too_late() -> None:
         time.sleep(TIMEOUT_S + 0.3)
-        world.crew.signal(CULPRIT, signal.SIGCONT)
+        world.actors.signal(CULPRIT, signal.SIGCONT)
 
     outcome = world.run(
         between_culprit_and_others(),
@@ -115,9 +115,9 @@ def test_a_peer_that_stops_is_named_at_the_deadline_and_what_it_sends_later_is_n
     )
     name_the_culprit(outcome, "DeadlineExceeded")
     assert min(answer.seconds for answer in outcome.answers.values()) >= 0.95 * TIMEOUT_S
-    (late,) = world.crew.collect([CULPRIT], TIMEOUT_S + SLACK_S).values()
+    (late,) = world.actors.collect([CULPRIT], TIMEOUT_S + SLACK_S).values()
     assert "TransportError" in late.kinds and not late.is_usable
-    world.crew.kill(CULPRIT)
+    world.actors.kill(CULPRIT)
     a_new_epoch_works(world)
 
 
@@ -174,7 +174,7 @@ def test_what_progress_raises_ends_an_exchange_and_nothing_is_written_afterwards
     assert 200_000 <= given_up.progress[-1] < SENT // 2 * 2
     assert given_up.seconds < TIMEOUT_S
     name_the_culprit(outcome, "PeerLost", "DeadlineExceeded")
-    world.crew.kill(CULPRIT)
+    world.actors.kill(CULPRIT)
     a_new_epoch_works(world)
 
 
@@ -196,7 +196,7 @@ def test_an_owner_that_dies_leaves_its_arena_to_be_read(contestant: Contestant, 
     """Arenas belong to no process: the lender has all of them mapped, and is not missed."""
     world = fresh(contestant)
     world.join()
-    world.crew.kill(world.lender)
+    world.actors.kill(world.lender)
 
     assert world.run(between_culprit_and_others()).arrived
 
@@ -243,7 +243,7 @@ def test_copies_begun_by_a_process_that_died_are_done_by_another(
     once = [maker.add(source, (source + 1) % 3, (1_000_003,)) for source in range(3)]
     plan = Plan(tuple(once) * 50, maker.plan().room)
     world.tell_to_run(plan, {}, Orders(kill_at=1))
-    world.crew.wait_end(0)
+    world.actors.wait_end(0)
     world.replace(0)
     world.join()
 
@@ -276,8 +276,8 @@ def test_joining_ends_when_the_epoch_is_given_up(two_sided: Contestant, fresh: C
     started = time.monotonic()
     world.tell_to_join(SURVIVORS, epoch=epoch, timeout=20.0)
     time.sleep(0.3)
-    world.crew.give_up(epoch)
-    answers = world.crew.collect(SURVIVORS, 10)
+    world.actors.give_up(epoch)
+    answers = world.actors.collect(SURVIVORS, 10)
 
     assert time.monotonic() - started < 10
     for answer in answers.values():

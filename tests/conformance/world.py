@@ -27,7 +27,7 @@ from tests.conformance.contestants import Contestant
 from tests.conformance.member import Member
 from tests.conformance.orders import TIMEOUT_S, Answer, Lent, Orders, Vitals
 from tests.conformance.transfers import Plan, performed, put_numbers
-from tests.support.processes import Crew
+from tests.support.actors import Actors
 
 if TYPE_CHECKING:
     pass
@@ -80,7 +80,7 @@ class World:
         self._ids = count()
         self.is_ready = False
         self.lenders_pid = 0
-        self.crew = Crew(partial(Member, contestant.backend, contestant.device), self.lender + 1)
+        self.actors = Actors(partial(Member, contestant.backend, contestant.device), self.lender + 1)
         self._descriptors: list[int] = []
         self._arenas: list[MappedArena] = []  # source and target of each process
         self._known: list[np.ndarray] = []  # what lies in them
@@ -99,7 +99,7 @@ class World:
     def close(self) -> None:
         """End all processes and give back all memory."""
         self.is_ready = False
-        self.crew.close()
+        self.actors.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors, self._arenas = [], []
@@ -117,13 +117,13 @@ class World:
                 continue
             is_target = bool(number % 2)
             given = descriptor if is_target else memory.read_only(descriptor)
-            self.crew.hand(process, given, "map", number, self.room, is_target)
+            self.actors.hand(process, given, "map", number, self.room, is_target)
             if given != descriptor:
                 os.close(given)
 
     def replace(self, process: int) -> None:
         """Start a fresh process in the place of one that has ended."""
-        self.crew.replace(process)
+        self.actors.replace(process)
         self._equip(process)
 
     # --- epochs ---
@@ -137,7 +137,7 @@ class World:
     ) -> dict[int, Answer]:
         """Do as `tell_to_join`, and return the answers."""
         self.tell_to_join(processes, timeout=timeout, **how)
-        answers: dict[int, Answer] = self.crew.collect(self.runners if processes is None else processes, timeout + 10)
+        answers: dict[int, Answer] = self.actors.collect(self.runners if processes is None else processes, timeout + 10)
         self.is_ready = not any(answer.error for answer in answers.values())
         return answers
 
@@ -160,13 +160,13 @@ class World:
         name = epoch or self.new_epoch()
         for process in self.runners if processes is None else processes:
             bytes_there = (staging or {}).get(process, STAGING_BYTES)
-            self.crew.tell(process, "join", name, len(self.runners), bytes_there, timeout)
+            self.actors.tell(process, "join", name, len(self.runners), bytes_there, timeout)
 
     def leave(self) -> None:
         """Have all runners close their services."""
         for process in self.runners:
-            self.crew.tell(process, "leave")
-        self.crew.collect(self.runners, 20)
+            self.actors.tell(process, "leave")
+        self.actors.collect(self.runners, 20)
 
     # --- runs ---
 
@@ -216,14 +216,14 @@ class World:
         self.lay(plan)
         lent = self.lend() if any(t.lent for t in plan.transfers) else {}
         if lender_dies:
-            self.crew.kill(self.lender)
+            self.actors.kill(self.lender)
         before = [known[: plan.room].copy() for known in self._known[1::2]]
         self.tell_to_run(plan, lent, orders, orders_of, plan_of)
         if during is not None:
             during()
         self.is_ready = False
         timeout = max(o.timeout + o.linger_s for o in [orders or Orders(), *(orders_of or {}).values()]) + 20
-        answers = self.crew.collect(self.runners if answering is None else answering, timeout)
+        answers = self.actors.collect(self.runners if answering is None else answering, timeout)
         self.is_ready = all(answer.is_usable for answer in answers.values())
         held = self._known[0::2]
         assert _equal(self._sources, held), "a source has been written to"
@@ -236,7 +236,7 @@ class World:
     def prepare(self, plan: Plan, *, written: int | None = None) -> Answer:
         """Have a one-sided service prepare a plan; `written` is the number of an arena in the place of all targets."""
         self.lay(replace(plan, transfers=()))
-        answer: Answer = self.crew.ask(0, "prepare", plan, written)
+        answer: Answer = self.actors.ask(0, "prepare", plan, written)
         return answer
 
     @property
@@ -256,17 +256,17 @@ class World:
         for process in self.runners:
             mine = (plan_of or {}).get(process, plan)
             how = (orders_of or {}).get(process, orders or Orders())
-            self.crew.tell(process, "run", mine, lent, how)
+            self.actors.tell(process, "run", mine, lent, how)
 
     def lend(self) -> Lent:
         """Have the lender copy all source arenas into memory of its own; return where the copies lie."""
-        found: dict[int, tuple[int, int]] = self.crew.ask(self.lender, "lend")
+        found: dict[int, tuple[int, int]] = self.actors.ask(self.lender, "lend")
         self.lenders_pid = found[0][0]
         return found
 
     def run_one(self, process: int, plan: Plan) -> Answer:
         """Have one process run a plan that the others know nothing of."""
-        answer: Answer = self.crew.ask(process, "run", plan, {}, Orders())
+        answer: Answer = self.actors.ask(process, "run", plan, {}, Orders())
         return answer
 
     def still_is(self, outcome: Outcome) -> bool:
@@ -276,16 +276,16 @@ class World:
     def vitals(self) -> dict[int, Vitals]:
         """Return what every runner holds, once it has stayed the same for a moment: threads end when they like."""
         for process in self.runners:
-            self.crew.tell(process, "vitals")
-        return self.crew.collect(self.runners, 20)
+            self.actors.tell(process, "vitals")
+        return self.actors.collect(self.runners, 20)
 
     @contextlib.contextmanager
     def scribbling(self, process: int, start: int, end: int) -> Iterator[None]:
         """Have the lender write to part of a target, again and again."""
-        self.crew.tell(self.lender, "scribble", 2 * process + 1, start, end)
+        self.actors.tell(self.lender, "scribble", 2 * process + 1, start, end)
         try:
             yield
         finally:
-            self.crew.tell(self.lender, "nothing")
-            self.crew.collect([self.lender], 10)
-            self.crew.collect([self.lender], 10)
+            self.actors.tell(self.lender, "nothing")
+            self.actors.collect([self.lender], 10)
+            self.actors.collect([self.lender], 10)

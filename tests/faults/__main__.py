@@ -100,7 +100,7 @@ def run_all(cases: list[Case], no_network: str) -> tuple[list[Result], list[str]
 def merged(kept: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """Return what is kept with the rows that have been run again, and which those are."""
     rows = {_name(row): row for row in kept["cases"]} | {_name(row): row for row in found["cases"]}
-    again = [*kept.get("again", []), *(_name(row) for row in found["cases"])]
+    again = sorted({*kept.get("again", []), *(_name(row) for row in found["cases"])})
     return {**kept, "cases": list(rows.values()), "left": kept["left"] + found["left"], "again": again}
 
 
@@ -157,7 +157,11 @@ def table(found: dict[str, Any]) -> str:
         f"{len(ran)} cases run, {len(failed)} failed, {len(cases) - len(ran)} skipped. A case fails if a",
         "replica serves a mix or what was never decided, somebody hangs, replicas do not come to the live version by",
         "themselves, no swap succeeds afterwards, or a process, descriptor or file is left over.",
-        *([f"Run again by itself afterwards: {', '.join(found['again'])}."] if found.get("again") else []),
+        *(
+            [f"{len(set(found['again']))} of the cases were run again by themselves later."]
+            if found.get("again")
+            else []
+        ),
         *([f"At the end was left: {'; '.join(found['left'])}."] if found["left"] else []),
         "",
         "Seconds are from the end of the fault until the version after it was served by all replicas: median "

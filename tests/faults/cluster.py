@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import refitd
 from refitd.testing import RunningSwap, leaks
 from tests.faults import clock
-from tests.support.crew import Crew
-from tests.support.crew_member import MODEL
+from tests.support.breakable import BreakableCluster
+from tests.support.breakable_member import MODEL
 from tests.support.network import TwoHosts
 
 PORT = 7455
@@ -25,7 +25,7 @@ REPLICAS = {
 }
 
 
-class Cluster(Crew):
+class Cluster(BreakableCluster):
     """Coordinator, n0, n1 and n2. Beside n0 are the trainer and the replica `near`, which is asked to stand still.
 
     Beside n1 are the replicas `far`, which polls, and `still`, which is written in place. Beside n2, to which n1 passes

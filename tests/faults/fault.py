@@ -30,8 +30,8 @@ def names_of(case: Case, pid: int) -> tuple[str, ...]:
             return ("worker", ENGINES[case.phase]) if case.phase == "decided" else ("worker",)
         case "daemon":
             return ("n1", "n2")  # n2 is behind the cable of n1
-        case "source-daemon":
-            return ("n0",)
+        case "source-daemon":  # decided, as for a trainer
+            return ("n0", ENGINES[case.phase]) if case.phase == "decided" else ("n0",)
         case "coordinator":
             return ("coordinator", "journal")
         case "trainer" if case.phase == "decided":  # nobody needs it: the engine that holds the swap is late

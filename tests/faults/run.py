@@ -12,7 +12,7 @@ from refitd.testing import RunningSwap, leaks
 from tests.faults.cases import ANY, FLIP_PHASES, LIVE, Case
 from tests.faults.cluster import COMMIT_S, PAUSE_S, PLAN_S, STAGE_S, Cluster
 from tests.faults.fault import DAY_S, ENGINES, Fault, victim_engine
-from tests.support.crew_member import MODEL
+from tests.support.breakable_member import MODEL
 
 SWAP_S = 20.0
 # All phases' deadlines together are 14 s, and a coordinator that was stopped speaks afterwards.

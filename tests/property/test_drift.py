@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from refitd import ParameterMetadata
 from refitd.coordinator.members import Member
-from refitd.coordinator.membership import Model
+from refitd.coordinator.membership import Membership
 from refitd.protocol.cluster import AddShard
 from refitd.protocol.codec import digest_of
 from refitd.protocol.shards import shard_of
@@ -18,15 +18,15 @@ SHARD = shard_of([ParameterMetadata("w", (4, 4), "bfloat16", 2, resolved_name="w
 LAST = 9
 
 
-def pool(ranks: int) -> Model:
-    model = Model("m", auto_swap=False)
+def pool(ranks: int) -> Membership:
+    model = Membership("m", auto_swap=False)
     for rank in range(ranks):
         added = AddShard(f"src{rank}", "m", "source", "", rank, ranks, 5, digest_of(SHARD))
         model.add(Member(added, SHARD, "n0", "h", 32, run="x"))
     return model
 
 
-def publishes(model: Model, rank: int, version: int, slots: int) -> bool:
+def publishes(model: Membership, rank: int, version: int, slots: int) -> bool:
     """As daemon and coordinator do together; False: it has to wait."""
     member = model.sources[rank]
     if len(member.versions) == slots:

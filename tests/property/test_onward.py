@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -171,3 +172,23 @@ def test_nodes_that_hold_no_base_come_last() -> None:
     node_of = {rank: f"n{rank}" for rank in range(5)}
     routes = routes_of(plan_copies(rosters).shared, node_of, last={"n1", "n3"})
     assert [path.nodes for path in routes.relays.paths] == [("n2", "n4", "n1", "n3")]
+
+
+@pytest.mark.parametrize("sources", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2])
+def test_replicas_of_a_node_get_it_once_however_many_replicas_of_the_trainer_hold_it(sources: int, size: int) -> None:
+    dims: dict[str, int | None] = {"a": 0, "b": 0, "c": 1}
+    rosters: list[Roster] = []
+    for number in range(sources + 3):
+        group = list(range(len(rosters), len(rosters) + (1 if number < sources else size)))
+        for rank in group:
+            metas = held(rank, group, dims)
+            is_source = number < sources
+            rosters.append(
+                Roster(rank, source=metas, node=f"t{number % 2}")
+                if is_source
+                else Roster(rank, destination=metas, node="e")
+            )
+    plan = plan_copies(rosters)
+    links = routes_of(plan.shared, {roster.rank: roster.node for roster in rosters}).links
+    assert sum(links.values()) == sum(2 * int(np.prod(shape)) for shape in SHAPES.values())

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refitd.coordinator.membership import Model
+from refitd.coordinator.membership import Membership
 from refitd.coordinator.plan_parts import HeldParts, PackedParts
 from refitd.coordinator.plans import LoadedPlan, make_plan, routed
 from refitd.daemon.plan_parts import KeptParts, Missing, NodeTables
@@ -21,7 +21,7 @@ from refitd.protocol.base import Secret
 from refitd.protocol.cluster import EpochPlan, LoadPlan
 
 SHAPES = {"a": (8, 12), "b": (24,), "c": (4, 8, 8)}
-FLEET = Model("m", auto_swap=False)
+FLEET = Membership("m", auto_swap=False)
 
 Pool = tuple[int, int]  # (ranks, a dimension that they split)
 

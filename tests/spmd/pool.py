@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from tests.support.processes import Crew, Mailroom
+from tests.support.actors import Actors, Mailroom
 
 
 class Pool:
@@ -19,12 +19,12 @@ class Pool:
     def __init__(self, size: int) -> None:
         self.size = size
         self._directory = tempfile.mkdtemp(prefix="rfspmd")
-        self._crew = Crew(partial(Rank, size, self._directory), size)
+        self._actors = Actors(partial(Rank, size, self._directory), size)
 
     @property
     def is_alive(self) -> bool:
         """Whether no call has failed or hung."""
-        return self._crew.is_alive
+        return self._actors.is_alive
 
     def run(
         self, function: str, *args: Any, timeout: float = 120.0, ranks: Sequence[int] | None = None, **kwargs: Any
@@ -32,7 +32,7 @@ class Pool:
         """Call a function, as `start` does, and return the results in order of ranks.
 
         Raises:
-            CrewFailed: a call raised, or did not end in time; the pool is ended.
+            ActorFailed: a call raised, or did not end in time; the pool is ended.
         """
         self.start(function, *args, ranks=ranks, **kwargs)
         return self._collect(timeout, range(self.size) if ranks is None else ranks)
@@ -46,19 +46,19 @@ class Pool:
     def start(self, function: str, *args: Any, ranks: Sequence[int] | None = None, **kwargs: Any) -> None:
         """Have ranks (by default all) call function(world, ...): of tests.spmd.cases, or "module:name" beside it."""
         for rank in range(self.size) if ranks is None else ranks:
-            self._crew.tell(rank, "call", function, *args, **kwargs)
+            self._actors.tell(rank, "call", function, *args, **kwargs)
 
     def kill(self, rank: int) -> None:
         """End one process without warning."""
-        self._crew.kill(rank)
+        self._actors.kill(rank)
 
     def close(self) -> None:
         """End every process."""
-        self._crew.close()
+        self._actors.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _collect(self, timeout: float, ranks: Sequence[int]) -> list[Any]:
-        answers = self._crew.collect(ranks, timeout)
+        answers = self._actors.collect(ranks, timeout)
         return [answers[rank] for rank in ranks]
 
 

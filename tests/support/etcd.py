@@ -120,7 +120,10 @@ class Etcd:
         return int(json.loads(self.ctl("endpoint", "status", "-w", "json"))[0]["Status"]["header"]["revision"])
 
     def watched(self, key: str, until: str) -> Iterator[str]:
-        """Yield the lines in which etcdctl shows everything that has happened to a key, up to one with this text."""
+        """Yield the lines in which etcdctl shows everything that has happened to a key, up to one with this text.
+
+        It ends with a line that says so (`Canceled`) if the member that etcdctl asked has lost etcd's leader.
+        """
         command = [*self._asks_from, "etcdctl", "--endpoints", ",".join(self.clients)]
         command += ["watch", key, "--rev", "1", "-w", "json"]
         environment = {"PATH": os.environ["PATH"], "ETCDCTL_API": "3"}
@@ -131,7 +134,7 @@ class Etcd:
             try:
                 for line in running.stdout:
                     yield line
-                    if until in line:
+                    if until in line or '"Canceled":true' in line:
                         return
                 raise AssertionError(f"etcdctl has not shown {until} of {key} within 30 s")
             finally:

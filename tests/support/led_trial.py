@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,8 @@ from tests.support.network import SwitchedHosts
 
 COORDINATORS = 3
 TAKE_OVER_S = 10.0
+JUDGE_S = 30.0  # for etcd to tell its history
+_PHASES = r"(?m)^t=(\S+) .* event=swap swap=(\w+) .*phase=(idle|commit)\b"  # begun, decided
 
 
 @dataclass
@@ -31,7 +34,8 @@ class Outcome:
     """The outcome of one fault."""
 
     fault: str
-    seconds: float  # from the fault until the next version was decided and served everywhere
+    decided_s: float  # from the fault until a swap that began after it was decided
+    seconds: float  # from the fault until a version that was published after it was served everywhere
     took_over: bool
 
 
@@ -152,11 +156,26 @@ class Trial:
         """Break something in the middle of a swap, wait for the next one, mend it, and wait for one more."""
         before = self.leader()
         with contextmanager(self.faults()[name])():
+            at = datetime.now(UTC)
             seconds = self.next_swap()
+            decided_s = (self._decided(at) - at).total_seconds()
             took_over = self.leader() is not before
         eventually(lambda: all(c.is_running for c in self.led.coordinators), "all coordinators are back")
         self.next_swap()
-        return Outcome(name, seconds, took_over)
+        return Outcome(name, decided_s, seconds, took_over)
+
+    def _decided(self, since: datetime) -> datetime:
+        """Return when the first swap that has begun since then was decided, by the coordinators' logs."""
+        found = []
+        for coordinator in self.led.coordinators:
+            begun = set()
+            for at, swap, phase in re.findall(
+                r"(?m)^t=(\S+) .* event=swap swap=(\w+) .*phase=(idle|commit)\b", coordinator.log()
+            ):
+                if (when := datetime.fromisoformat(at)) >= since:
+                    begun |= {swap} if phase == "idle" else set()
+                    found += [when] if phase == "commit" and swap in begun else []
+        return min(found)
 
     def _host_of(self, coordinator: Coordinator) -> int:
         return self.led.coordinators.index(coordinator)
@@ -232,7 +251,12 @@ class Trial:
         """Return every value that a row has had, the oldest first."""
         key = f"{self.etcd.place().prefix}/{name}"
         last = json.loads(self.etcd.ctl("get", key, "-w", "json"))["kvs"][0]["mod_revision"]
-        events: list[Any] = []
-        for line in self.etcd.watched(key, until=f'"mod_revision":{last}'):
-            events += json.loads(line)["Events"]
+        until = time.monotonic() + JUDGE_S
+        while True:
+            shown = [json.loads(line) for line in self.etcd.watched(key, until=f'"mod_revision":{last}')]
+            if not shown[-1].get("Canceled"):
+                break
+            assert time.monotonic() < until, f"etcd ends every watch: {shown[-1]}"
+            time.sleep(0.5)  # the member that was asked has no leader yet
+        events = [event for one in shown for event in one["Events"]]
         return [json.loads(base64.b64decode(event["kv"]["value"])) for event in events]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from refitd.testing import Daemon
-from tests.support.crew import Event, Member
+from tests.support.breakable import Event, Member
 
 REPLY_S = 90.0
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from refitd.buffers.arena import MappedArena, create
+from refitd.buffers.layout import extent
 from refitd.buffers.windows import WindowedArena, WindowPair
 from refitd.client import adopt_windows
 from refitd.client.adopt import Adoption
@@ -91,7 +92,8 @@ def test_nothing_moves_and_versions_are_exchanged_under_it() -> None:
     pair.exchange()
     for name, tensor in state(model).items():
         if name in adoption.contents:
-            offset, nbytes = adoption.contents[name]
+            offset, size = adoption.contents[name][0], tensor.element_size()
+            nbytes = extent(tensor.shape, [size * stride for stride in tensor.stride()], size)
             flat = torch.from_numpy(values[offset : offset + nbytes].copy()).view(tensor.dtype)
             assert torch.equal(flat.as_strided(tensor.shape, tensor.stride()), tensor), name
     assert torch.equal(view, model.head.weight[5]), "a view that others hold shows it, too"

@@ -14,7 +14,7 @@ from benchmarks import machine, models, swap_report
 from benchmarks import mxfp8 as mxfp8_benchmark
 from benchmarks import plan as plan_benchmark
 from benchmarks import swap as swap_benchmark
-from benchmarks.swap_crew import CHECKPOINT, SLOW, SLOW_ROUNDS, Case
+from benchmarks.swap_case import CHECKPOINT, SLOW, SLOW_ROUNDS, Case
 from benchmarks.swap_model import Layout, Tensor, experts, held, llama_like, traffic
 from refitd.describe.layout import elements
 from refitd.offline import world_size

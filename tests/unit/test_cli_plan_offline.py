@@ -113,7 +113,8 @@ def test_plan_in_json_is_one_object_with_everything(sides):
     assert sum(parameter["bytes"] for parameter in found["parameters"]) == found["bytes"]
     assert found["unused_sources"] == ["embedding"]
     assert [m["staging_bytes"] for m in found["memory"]] == [0, 0, 0, 0, 160, 160, 160, 160]
-    assert found["senders"]["max_over_mean"] == 1.0
+    # what all four ranks of the node want alike comes from one of the two that hold it: it crosses once
+    assert found["senders"]["max_over_mean"] == 1.2
     assert found["estimate"]["link"] == "inter"
 
 

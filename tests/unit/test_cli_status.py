@@ -66,6 +66,12 @@ def test_models_shows_what_each_replica_serves():
     ran = run(FakeClient(), "models")
     assert "a: 7" in ran.stdout
     assert "1/2" in ran.stdout
+    (model,) = STATUS.models[:1]
+    many = tuple(structs.replace(model.targets[0], replica=f"r{i}", version=6 if i == 3 else 7) for i in range(100))
+    ran = run(
+        FakeClient(status_result=structs.replace(STATUS, models=(structs.replace(model, targets=many),))), "models"
+    )
+    assert "6 in 1 of them, 7 in 99 of them" in ran.stdout
 
 
 def test_plan_shows_largest_first_and_totals():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import time
 from dataclasses import dataclass, field
 
@@ -104,6 +105,7 @@ def test_watch_on_a_terminal_draws_bars_of_running_swaps_until_they_end():
         screen.show(STATUS)
         text = drawn()
         assert all(word in text for word in ("policy v8: stage", "1.0/2.0 GB", "serving"))
+        assert "?" not in re.sub(r"\x1b\[[?\d;]*\w", "", text)
         screen.show(idle)
         text = drawn()
         assert "serving" in text

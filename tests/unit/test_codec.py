@@ -305,6 +305,7 @@ def test_every_message_of_another_minor_version_is_understood(kind: type[msgspec
     for seed in range(3):
         message = msgspec.convert(value_of(about, random.Random(seed)), kind)
         plain = msgspec.to_builtins(message, builtin_types=(bytes,))
+        assert msgpack.unpackb(encode(1, message)) == msgpack.unpackb(msgpack.packb([1, plain]))
         for other in (newer, older):
             assert decoder.decode(msgpack.packb([1, other(plain, message)])) == (1, message)
 

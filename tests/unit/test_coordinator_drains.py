@@ -205,7 +205,7 @@ def test_an_automatic_swap_waits_in_silence_for_a_drained_source():
     h.add("src")
     h.add("b", node="n1", pid=6)
     drain(h, "n0")
-    h.state.models["m"].fleet.auto_swap = True
+    h.state.models["m"].membership.auto_swap = True
     sent = h.say("n0", cluster.ShardPublished(member="src", version=1), request=4)
     assert sent == [local.Done()]
     resume(h, "n0")

@@ -126,3 +126,66 @@ def test_a_node_that_only_copies_between_its_own_ranks_needs_no_epoch(refuses: b
         assert (report.phase, report.reason) == ("plan", "node n2: no memory")
         return
     assert kinds(h.say("n2", cluster.PlanLoaded(plan=loads["n2"].plan))) == ["Stage"] * 3
+
+
+def test_a_catch_up_that_gives_way_ends_once_its_epoch_is_formed() -> None:
+    """A worker that is joining its peers cannot be called back: it would be missing in the swap that was asked for."""
+    h, plan = two_nodes()
+    stage = next(m for m in loaded(h, plan) if isinstance(m, cluster.Stage))
+    h.say("n0", cluster.StageDone(swap=stage.swap, copies=0, bytes=0, seconds=0.1))
+    h.say("n1", cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))
+    h.say("n1", cluster.MemberCommitted(swap=stage.swap, member="a", paused_s=0.0))
+    h.join("n2", pid=12, workers=(6, 7))
+    h.add("b", node="n2")
+    (catch_up,) = {m.plan: m for _, _, m in h.sent if isinstance(m, cluster.LoadPlan)}.values()
+    assert catch_up.epoch is not None and "n2" in catch_up.epoch.nodes
+    h.say("n0", cluster.ShardPublished(member="src", version=2))
+    assert h.say("n0", local.StartSwap("m"), request=9) == []
+    *first, last = catch_up.epoch.nodes
+    for node in first:
+        assert h.say(node, cluster.PlanLoaded(plan=catch_up.plan, epoch=catch_up.epoch.id)) == []
+    ended = h.say(last, cluster.PlanLoaded(plan=catch_up.plan, epoch=catch_up.epoch.id))
+    assert "Abort" in kinds(ended) and "Stage" not in kinds(ended)
+    (asked,) = {m.plan: m for m in ended if isinstance(m, cluster.LoadPlan)}.values()
+    assert asked.epoch is not None and set(asked.epoch.nodes) == {"n0", "n1", "n2"}
+
+
+def test_an_aborted_swap_ends_the_epoch_of_the_plan_that_is_kept_for_the_next_one() -> None:
+    """Workers that still copied are replaced: they are in the epochs of both plans."""
+    h = Harness()
+    for number, node in enumerate(("n0", "n1", "n2")):
+        h.join(node, pid=10 + number, workers=(number,))
+    h.add("src")
+    h.add("a", node="n1")
+    h.add("b", node="n2")
+
+    def load() -> tuple[cluster.LoadPlan, str]:
+        """Have all nodes load the plan that was sent last; return it and the swap that then stages."""
+        loads = {node: message for node, _, message in h.sent if isinstance(message, cluster.LoadPlan)}
+        staging: list[object] = []
+        for node, plan in loads.items():
+            assert plan.epoch is not None
+            staging = h.say(node, cluster.PlanLoaded(plan=plan.plan, epoch=plan.epoch.id))
+        return plan, next(m.swap for m in staging if isinstance(m, cluster.Stage))
+
+    def swap(version: int, **at: str) -> cluster.LoadPlan:
+        h.say("n0", cluster.ShardPublished(member="src", version=version))
+        h.say("n0", local.StartSwap("m"), request=9)
+        plan, running = load()
+        for node in ("n0", *at.values()):
+            h.say(node, cluster.StageDone(swap=running, copies=1, bytes=32, seconds=0.1))
+        for member, node in at.items():
+            h.say(node, cluster.MemberCommitted(swap=running, member=member, paused_s=0.0))
+        return plan
+
+    whole = swap(1, a="n1", b="n2")
+    h.say("n2", cluster.MemberSuspended(member="b", suspended=True), request=5)
+    swap(2, a="n1")
+    h.say("n2", cluster.MemberSuspended(member="b", suspended=False), request=5)
+    catch_up, _ = load()
+    h.say("n0", cluster.ShardPublished(member="src", version=3))
+    asked = h.say("n0", local.StartSwap("m"), request=9)
+    assert "Abort" in kinds(asked) and "Stage" not in kinds(asked)
+    (again,) = {m.plan: m for m in asked if isinstance(m, cluster.LoadPlan)}.values()
+    assert again.plan == whole.plan != catch_up.plan
+    assert again.epoch is not None and whole.epoch is not None and again.epoch.id != whole.epoch.id

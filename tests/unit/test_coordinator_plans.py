@@ -23,7 +23,7 @@ def test_ranks_are_numbered_source_first_then_replica_by_replica() -> None:
     for replica, world in (("b", 1), ("a", 2)):
         for rank in range(world):
             h.add(f"{replica}{rank}", replica=replica, rank=rank, world_size=world)
-    assert h.state.models["m"].fleet.ranks() == {"src0": 0, "src1": 1, "a0": 2, "a1": 3, "b0": 4}
+    assert h.state.models["m"].membership.ranks() == {"src0": 0, "src1": 1, "a0": 2, "a1": 3, "b0": 4}
 
 
 def test_a_member_whose_shard_is_not_known_is_asked_to_describe_it() -> None:
@@ -150,6 +150,7 @@ def test_nodes_whose_replica_does_not_serve_the_live_version_pass_on_last() -> N
         h.say(node, cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
     h.say("n2", cluster.MemberCommitted(swap, "b", 0.0))
     h.add("a", "n1")
+    loads = {to: message for to, _, message in h.sent if isinstance(message, cluster.LoadPlan)}
     h.say("n0", cluster.ShardPublished(member="src", version=2), request=4)
     asked: list[act.MakePlan] = []
     handle = h.state.handle
@@ -161,6 +162,8 @@ def test_nodes_whose_replica_does_not_serve_the_live_version_pass_on_last() -> N
 
     h.state.handle = watched  # type: ignore[method-assign]
     h.say("n0", local.StartSwap("m", queue=True), request=10)
+    for node, load in loads.items():  # the catch-up gives way once its epoch is formed
+        h.say(node, cluster.PlanLoaded(plan=load.plan, epoch=load.epoch.id if load.epoch is not None else ""))
     assert asked and asked[-1].last == {"n1"} and len(asked[-1].rosters) == 3
 
 
@@ -192,3 +195,9 @@ def test_a_kept_plan_is_made_anew_if_a_node_that_passes_on_has_lost_its_base() -
     assert paths() == [("n2", "n1")]
     made = h.plans_made
     assert paths() == [("n2", "n1")] and h.plans_made == made
+
+
+def test_a_model_that_has_no_ranks_any_more_has_a_plan_that_moves_nothing() -> None:
+    plan = make_plan([])
+    assert plan.traffic.total_bytes == 0 and not plan.routed.links and not plan.senders
+    assert not plan.routed.inner.uses

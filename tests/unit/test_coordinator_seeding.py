@@ -155,7 +155,7 @@ def test_copying_replicas_seed_nobody_once_something_else_was_staged() -> None:
 @pytest.mark.parametrize("what", ["suspended", "observes", "converted", "staged", "another dtype", "not whole"])
 def test_who_cannot_seed(what: str) -> None:
     h = serving(("a", "n1"))
-    member = h.state.models["m"].fleet.targets["a", 0]
+    member = h.state.models["m"].membership.targets["a", 0]
     match what:
         case "suspended":
             h.say("n1", cluster.MemberSuspended(member="a", suspended=True), request=5)
@@ -183,7 +183,7 @@ def test_who_cannot_seed(what: str) -> None:
 def test_seeds_that_no_plan_fits_are_not_asked_again() -> None:
     """What descriptions say of tensors may agree, and those that hold them lack elements."""
     h = serving(("a", "n1"))
-    fleet = h.state.models["m"].fleet
+    fleet = h.state.models["m"].membership
     part = ParameterMetadata("w", (2, 4), "bfloat16", 2, resolved_name="w", is_tp=True)
     part.tensor_parallel_group_ranks = [0, 1]  # type: ignore[misc]
     fleet.targets["a", 0].shard = shards.shard_of([part])
@@ -209,5 +209,5 @@ def test_a_replica_that_no_plan_fits_keeps_no_other_from_being_seeded() -> None:
     finish(h, {"good": "n2"})
     ended = [(record.state, record.reason[:20]) for record in h.journal.values()]
     assert ended.count(("aborted", "the plan was refused")) == 3, ended  # of both, of one, of it with another seed
-    assert h.state.models["m"].fleet.targets["good", 0].version == 1
+    assert h.state.models["m"].membership.targets["good", 0].version == 1
     assert h.state.models["m"].running is None

@@ -34,7 +34,7 @@ def test_a_report_says_how_the_version_was_given_even_when_its_lease_has_ended()
 def test_a_coordinator_that_starts_anew_knows_how_held_versions_are_given() -> None:
     h = Harness().join()
     h.add("src", versions=(1, 2), modes=("copied", "pulled"), mode="pulled", mode_reason="it is fast")
-    fleet = h.state.models["m"].fleet
+    fleet = h.state.models["m"].membership
     assert [source_reports(fleet, version)[0].mode for version in (1, 2, 3)] == ["copied", "pulled", ""]
 
 
@@ -101,7 +101,7 @@ def test_forgetting_waits_for_no_swap_and_takes_nothing_from_who_is_there() -> N
     sent = h.say("n0", local.Forget(model="m"), request=5)
     assert [m.member for m in sent if isinstance(m, cluster.EvictMember)] == ["src"]
     assert [m.model for m in sent if isinstance(m, cluster.ForgetRetained)] == ["m"]
-    assert h.state.models["m"].fleet.sources == {} and len(h.state.models["m"].fleet.targets) == 1
+    assert h.state.models["m"].membership.sources == {} and len(h.state.models["m"].membership.targets) == 1
 
 
 def test_ranks_of_a_trainer_of_another_size_replace_all_that_is_left_and_abort_what_reads_it() -> None:

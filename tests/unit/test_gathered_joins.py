@@ -49,7 +49,7 @@ class Fleet(Harness):
         self.now = now
         self.tick()
         running = self.state.models["m"].running
-        return set() if running is None else {replica for replica, _ in running.fleet.targets}
+        return set() if running is None else {replica for replica, _ in running.membership.targets}
 
 
 def test_those_that_join_within_a_moment_are_caught_up_together() -> None:
@@ -63,7 +63,7 @@ def test_those_that_join_within_a_moment_are_caught_up_together() -> None:
     assert h.at(1.6 * GATHER_S) == {"b", "c"}
     assert h.loads().keys() == {"n1", "n2", "n3"}
     h.finish({"b": "n2", "c": "n3"})
-    fleet = h.state.models["m"].fleet
+    fleet = h.state.models["m"].membership
     assert [fleet.targets[name, 0].version for name in "abc"] == [1, 1, 1]
     assert h.state.models["m"].running is None and h.state.models["m"].gathers_until is None
 

@@ -222,9 +222,11 @@ def test_a_decision_is_synced_when_it_is_written_and_the_end_of_a_swap_with_the_
     journal._db.set_trace_callback(said.append)
 
     def is_synced() -> bool:
-        settings = [statement for statement in said if statement.startswith("PRAGMA synchronous")]
-        assert said[-1] == "COMMIT"
-        return settings[-1] == "PRAGMA synchronous=FULL"
+        """Whether the last change was synced; what follows a change that was not sets that for the next one."""
+        last = len(said) - 1 - said[::-1].index("COMMIT")
+        assert not [statement for statement in said[last + 1 :] if not statement.startswith("PRAGMA synchronous")]
+        settings = [statement for statement in said[:last] if statement.startswith("PRAGMA synchronous")]
+        return not settings or settings[-1] == "PRAGMA synchronous=FULL"
 
     journal.note(replace(DECIDED, state="committed"))
     assert not is_synced()

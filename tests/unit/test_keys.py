@@ -254,7 +254,9 @@ def test_keygen_keeps_an_existing_key_unless_told_to_replace_it(tmp_path):
     assert keys.read(tmp_path / "n0.key") != first
 
 
-def test_keygen_into_a_directory_that_is_not_there_says_so(tmp_path):
-    refused = keygen("n0", "--directory", tmp_path / "none", "--json")
+def test_keygen_makes_the_last_directory_and_no_others(tmp_path):
+    assert keygen("n0", "--directory", tmp_path / "refitd").exit_code == 0
+    assert keys.read(tmp_path / "refitd" / "n0.key").name == "n0"
+    refused = keygen("n0", "--directory", tmp_path / "none" / "none", "--json")
     assert refused.exit_code == 2
     assert "cannot be written: No such file" in json.loads(refused.stdout)["error"]["message"]

@@ -37,6 +37,15 @@ def config(name: str, folder: Path, **environ: str) -> Config:
     return load(folder / name, environ)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["1.30", "1.32", "1.34"])
+def test_the_api_s_schemas_take_every_object(version: str) -> None:
+    """It runs where kubernetes-validate is installed, which has the schemas."""
+    schemas = pytest.importorskip("kubernetes_validate")
+    for one in objects().values():
+        schemas.validate(one, version, strict=True)
+
+
 def test_all_is_in_one_namespace() -> None:
     assert {one["metadata"].get("namespace", "refitd") for one in OBJECTS.values()} == {"refitd"}
 

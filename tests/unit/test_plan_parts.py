@@ -44,7 +44,7 @@ def swapped(h: Harness, version: int) -> cluster.LoadPlan:
     h.say("n0", cluster.PlanLoaded(plan=load.plan))
     swap = h.state.models["m"].running.swap.swap  # type: ignore[union-attr]
     h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
-    for replica in sorted(replica for replica, _ in h.state.models["m"].fleet.targets):
+    for replica in sorted(replica for replica, _ in h.state.models["m"].membership.targets):
         h.say("n0", cluster.MemberCommitted(swap=swap, member=replica, paused_s=0.0))
     h.say("n0", cluster.ShardPublished(member="src", version=version + 1))
     return load

@@ -108,3 +108,12 @@ def test_what_names_ranks_or_may_change_is_not_remembered(kind: str) -> None:
     remembered = Remembered()
     plan_copies(rosters, remembered)
     assert remembered.again(rosters) is None
+
+
+def test_a_fleet_is_remembered_while_who_joins_it_is_planned_for(rosters: Rosters) -> None:
+    remembered = Remembered()
+    plan_copies(rosters, remembered)
+    joins = [*rosters[:32], *map(other, rosters[-16:])]
+    for _ in range(2):
+        plan_copies(joins, remembered)
+        assert remembered.again(joined(rosters)) is not None and remembered.again(joins) is not None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from refitd.coordinator.members import Member
-from refitd.coordinator.membership import Model
+from refitd.coordinator.membership import Membership
 from refitd.coordinator.verification import MAX_CHECKS, MAX_DIFFERENCES, Checks
 from refitd.daemon import actions as act
 from refitd.daemon.target_state import Live, Step
@@ -311,9 +311,9 @@ def test_many_differences_are_counted_and_the_first_ones_located() -> None:
 WAITER = (b"n", 5)
 
 
-def fleet(*nodes: str) -> Model:
+def fleet(*nodes: str) -> Membership:
     """A replica of one rank on each of these nodes."""
-    model = Model("m", auto_swap=False)
+    model = Membership("m", auto_swap=False)
     for i, node in enumerate(nodes):
         added = cluster.AddShard(
             member=f"t{i}", model="m", role="target", replica=f"r{i}", rank=0, world_size=1, pid=i + 1, digest="same"
@@ -386,7 +386,7 @@ def test_checks_and_what_they_list_are_bounded() -> None:
     checks = Checks()
     model = fleet(*["n0"] * 80)
     with pytest.raises(RefusedError, match="no target"):
-        checks.begin("c", Model("m", auto_swap=False), WAITER, 10.0, 0.0)
+        checks.begin("c", Membership("m", auto_swap=False), WAITER, 10.0, 0.0)
     for i in range(MAX_CHECKS):
         checks.begin("c" if not i else str(i), model, WAITER, 10.0, 0.0)
     with pytest.raises(RefusedError, match="under way"):

@@ -78,7 +78,7 @@ class HeldAdapter:
 def _held_model(base: type[Any], held: HeldAdapter) -> type[Any]:
     """Return vLLM's class of loaded adapters, which takes one adapter from memory."""
 
-    class Held(base):
+    class FromMemory(base):
         @classmethod
         def from_local_checkpoint(
             cls, lora_dir: str, expected_lora_modules: set[str], peft_helper: Any, **given: Any
@@ -89,7 +89,7 @@ def _held_model(base: type[Any], held: HeldAdapter) -> type[Any]:
                 raise RefusedError(f"{lora_dir}: engines whose experts lie on several ranks take no adapters of refitd")
             return cls.from_lora_tensors(tensors=held.copies(given["lora_model_id"]), peft_helper=peft_helper, **given)
 
-    return Held
+    return FromMemory
 
 
 def _read(folder: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -115,6 +115,7 @@ class FileJournal(Journal):
             self._sync(durable)
             with self._transaction():
                 yield
+            self._sync(True)  # now, because it would take as long as a message before the next decision
         except (OSError, sqlite3.Error) as exc:
             advice = _advice(exc) or "free disk space, then swap again"
             raise CommitError(f"journal {self._path}: {exc}{_room(self._path)}; {advice}") from exc

@@ -40,7 +40,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(list(_PRELOADED))
 
 
-class CrewFailed(AssertionError):
+class ActorFailed(AssertionError):
     """A process raised an unexpected error, ended, or did not answer; the message has tracebacks and stacks."""
 
 
@@ -55,12 +55,12 @@ class _Worker:
     pipe: Connection
 
 
-class Crew:
+class Actors:
     """Processes by number. Each has an object of its own, made there by `make`, whose methods are called by name."""
 
     def __init__(self, make: Callable[[int, Mailroom], object], size: int) -> None:
         self._make = make
-        self._directory = Path(tempfile.mkdtemp(prefix="rfcrew"))
+        self._directory = Path(tempfile.mkdtemp(prefix="rfactors"))
         self._post = _PostOffice()
         self._workers: dict[int, _Worker] = {}
         self.is_alive = True
@@ -74,7 +74,7 @@ class Crew:
         mail_here, mail_there = _context.Pipe()
         path = self._stacks(number)
         process = _context.Process(
-            target=_serve, args=(self._make, number, str(path), there, mail_there), name=f"crew-{number}", daemon=True
+            target=_serve, args=(self._make, number, str(path), there, mail_there), name=f"actor-{number}", daemon=True
         )
         process.start()
         there.close()
@@ -109,7 +109,7 @@ class Crew:
         """Return one answer of each of these processes.
 
         Raises:
-            CrewFailed: not all have answered in time, or one has failed; all processes are ended.
+            ActorFailed: not all have answered in time, or one has failed; all processes are ended.
         """
         deadline = time.monotonic() + timeout
         answers: dict[int, Any] = {}
@@ -128,7 +128,7 @@ class Crew:
         said |= {n: f"no answer within {timeout} s; it is at\n{self._stack(n)}" for n in waiting.values()}
         if said:
             self.close()  # who knows where each of them is
-            raise CrewFailed("\n".join(f"--- process {n}\n{text}" for n, text in sorted(said.items())))
+            raise ActorFailed("\n".join(f"--- process {n}\n{text}" for n, text in sorted(said.items())))
         return answers
 
     def kill(self, number: int) -> None:

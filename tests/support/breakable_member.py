@@ -1,7 +1,7 @@
-"""A process of a crew: a trainer that publishes when told, or a replica that checks all it serves, all the time.
+"""A process of a cluster: a trainer that publishes when told, or a replica that checks all it serves, all the time.
 
-    python -m tests.support.crew_member trainer --directory DIRECTORY [--ranks N]
-    python -m tests.support.crew_member engine --directory DIRECTORY [--ranks N] --replica NAME --way WAY
+    python -m tests.support.breakable_member trainer --directory DIRECTORY [--ranks N]
+    python -m tests.support.breakable_member engine --directory DIRECTORY [--ranks N] --replica NAME --way WAY
 
 A replica polls, with tensors of its own (polls) or of an arena, which workers copy to (copies) or which is exchanged
 (flips), and may leave right after a commit and come back (leaves); or is asked to stand still, and copies (asked),
@@ -29,7 +29,7 @@ from refitd import ParameterMetadata
 from refitd.buffers import mapping
 from refitd.client.flip import ArenaPair
 
-MODEL = "crew"
+MODEL = "broken"
 WAYS = ("polls", "copies", "flips", "leaves", "asked", "flips-asked", "in-place", "callback")
 MODES = {"copies": "copy", "flips": "flip", "flips-asked": "flip", "in-place": "in-place"}  # of tensors in arenas
 TENSORS, ROWS, COLUMNS = 6, 256, 512  # of 64-bit integers: 6 MiB in all

@@ -54,10 +54,10 @@ class Member(Process):
             self.popen.stdin.flush()
 
 
-class Crew(Cluster):
+class BreakableCluster(Cluster):
     """Everything that runs, once `start` is called; the trainer is beside the first node.
 
-    `events` has what trainer and engines (tests/support/crew_member.py) said: when, who, what.
+    `events` has what trainer and engines (tests/support/breakable_member.py) said: when, who, what.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Crew(Cluster):
         return {"TMPDIR": str(self._temporary)}
 
     def _member(self, name: str, node: str, *arguments: str) -> Member:
-        command = [sys.executable, "-m", "tests.support.crew_member", *arguments]
+        command = [sys.executable, "-m", "tests.support.breakable_member", *arguments]
         command += ["--directory", str(self.daemons[node].directory), "--ranks", str(self._ranks)]
         environment = self.marked(name, {**self.environment(name), "OMP_NUM_THREADS": "1"})
         return Member(name, command, self.folder / f"{name}.log", environment=environment, said=self.events.put)

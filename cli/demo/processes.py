@@ -47,7 +47,7 @@ class Child:
         return _tail(self.name, self.process, text)
 
 
-class Crew:
+class DemoProcesses:
     """Every process the demo has started.
 
     Args:

@@ -51,10 +51,10 @@ class Case:
         return held_bytes + PROCESS_BYTES * (self.source.world + self.target.world)
 
 
-class Crew:
+class RunningCase:
     """The processes of one case; peers move the same bytes between the same processes.
 
-    Sources are clients of the first daemon, targets of the second; on one node they are one. Closing the crew ends
+    Sources are clients of the first daemon, targets of the second; on one node they are one. Closing the running ends
     its daemons.
     """
 
