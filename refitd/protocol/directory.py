@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from pathlib import Path
 
 from refitd.errors import ConfigError, RefusedError
 
 LOCK = "refitd.lock"
+
+_OWNER_S = 1.0  # for a process that has just locked a directory to say who it is
 
 
 def make_runtime_dir(path: Path, *, opened: bool = False) -> None:
@@ -51,6 +54,17 @@ def check_runtime_dir(path: Path, *, opened: bool = False) -> None:
         )
 
 
+def _is_running(pid: str) -> bool:
+    """Whether the text is the id of a process of this machine."""
+    try:
+        os.kill(int(pid), 0)  # signal 0: nothing is sent
+    except PermissionError:  # it runs, as another user
+        return True
+    except (ValueError, OverflowError, OSError):
+        return False
+    return True
+
+
 class DirectoryLock:
     """One daemon's lock on a runtime directory, for the life of its process."""
 
@@ -62,6 +76,7 @@ class DirectoryLock:
             ConfigError: files cannot be created there.
         """
         self._path = directory / LOCK
+        deadline = time.monotonic() + _OWNER_S
         while True:
             try:
                 fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -70,11 +85,15 @@ class DirectoryLock:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as exc:
-                owner = os.read(fd, 20).decode(errors="replace").strip() or "unknown"
+                owner = os.pread(fd, 20, 0).decode(errors="replace").strip()
                 os.close(fd)
+                # a process that has just locked the file has yet to write its id over its predecessor's
+                if not _is_running(owner) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                    continue
                 raise RefusedError(
-                    f"{directory}: another refitd process (pid {owner}) is already listening here; stop it, or choose "
-                    "another node.runtime_dir"
+                    f"{directory}: another refitd process (pid {owner or 'unknown'}) is already listening here; "
+                    "stop it, or choose another node.runtime_dir"
                 ) from exc
             # the last owner may have removed the file between open and flock
             with contextlib.suppress(FileNotFoundError):
