@@ -13,15 +13,16 @@ Up to the last step, the work grows with the number of different layouts, not wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from refitd.describe.roster import Roster
 from refitd.errors import PlanError
+from refitd.plan.bundles import KnownBundles, bundles_for
 from refitd.plan.cables import EQUAL, Cables, Floats
 from refitd.plan.coalesce import Rows, coalesced
-from refitd.plan.columns import Ints, find, hashed, in_order, mixed, numbered, numbered_lists, offsets_of, ranges
+from refitd.plan.columns import Ints, find, hashed, in_order, mixed, numbered, offsets_of, ranges
 from refitd.plan.fills import shared_fills
 from refitd.plan.layouts import Layouts, Side
 from refitd.plan.match import Match, match
@@ -65,7 +66,7 @@ def _planned(rosters: Sequence[Roster], remembered: Remembered, cables: Cables) 
         known = _found(rosters)
         remembered.keep(rosters, known)
     layouts, found = known.layouts, known.match
-    shared = _shared_plan(layouts, found, _shares(layouts, found, _speeds(rosters, cables)), known.rows)
+    shared = _shared_plan(layouts, found, _shares(layouts, found, _speeds(rosters, cables), known.bundles), known.rows)
     if wrong := shared_violations(shared, layouts, known.proof):
         raise PlanError(wrong)
     return GlobalPlan(shared, found.unused, found.is_lcm, shared.digest(), known.held.of_ranks(layouts)), layouts
@@ -104,17 +105,15 @@ def _speeds(rosters: Sequence[Roster], cables: Cables) -> Floats | None:
     return speeds
 
 
-def _shares(layouts: Layouts, found: Match, speed: Floats | None) -> _Allotted:
+def _shares(layouts: Layouts, found: Match, speed: Floats | None, known: KnownBundles) -> _Allotted:
     """Choose a holder for every piece of every destination rank."""
     pieces, sets = found.pieces, max(1, len(found.set_start) - 1)
-    # a bundle is all pieces that one destination class needs from one set
-    key, bundle_start = np.unique(pieces.dst_class * sets + pieces.set, return_index=True)
-    bundle_class, bundle_set = key // sets, key % sets
-    by_class = offsets_of(bundle_class, layouts.destination.classes)
+    bundles = bundles_for(layouts, found, known)
+    by_class = offsets_of(bundles.dst_class, layouts.destination.classes)
     receivers = np.flatnonzero(layouts.destination.rank_class >= 0)
     classes = layouts.destination.rank_class[receivers]
     owner, bundle = ranges(by_class[classes], by_class[classes + 1] - by_class[classes])
-    demands = Demands(receivers[owner], bundle_set[bundle], bundle)
+    demands = Demands(receivers[owner], bundles.set[bundle], bundle)
     start, members = _members(layouts.source)
     of, holder = ranges(start[found.set_class], start[found.set_class + 1] - start[found.set_class])
     set_of = np.repeat(np.arange(sets), np.diff(found.set_start))[of] if len(of) else of
@@ -123,9 +122,9 @@ def _shares(layouts: Layouts, found: Match, speed: Floats | None) -> _Allotted:
         set_of,
         members[holder],
         layouts.nodes,
-        np.append(bundle_start, len(pieces.spot)),
+        bundles.start,
         np.prod(pieces.size, axis=1) * pieces.element_size,
-        numbered_lists(pieces.box, bundle_start)[1],
+        bundles.content if bundles.is_fine else np.arange(len(bundles.set)),
         speed,
     )
     return _Allotted(shares.holder, demands.rank[shares.demand], shares.low, shares.high)
@@ -180,15 +179,19 @@ def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted, known: Kep
 
 
 def _rows(layouts: Layouts, found: Match, owner: Ints, low: Ints, high: Ints, source_class: Ints) -> Rows:
-    """Return the rows of runs of pieces low:high; owner o reads the tensors of a class."""
+    """Return the rows of runs of pieces low:high; owner o reads the tensors of a class.
+
+    Pieces that other classes do not need alike are not joined, so that what ranks of a node need alike are equal boxes.
+    """
     pieces, holdings, classes = found.pieces, found.holdings, max(1, layouts.source.classes)
     inner, piece = ranges(low, high - low)
     owner = owner[inner]
+    needers = 1 + int(pieces.needers.max(initial=-1))
     holding = find(holdings.key, pieces.spot[piece] * classes + source_class[owner])
     stride = holdings.stride[holding]
-    return coalesced(
+    rows = coalesced(
         Rows(
-            owner=owner,
+            owner=owner * needers + pieces.needers[piece],
             tensor=pieces.tensor[piece],
             src_local=holdings.local[holding],
             dst_local=pieces.local[piece],
@@ -202,3 +205,4 @@ def _rows(layouts: Layouts, found: Match, owner: Ints, low: Ints, high: Ints, so
             dst_stride=pieces.stride[piece],
         )
     )
+    return replace(rows, owner=rows.owner // max(1, needers)).in_order()

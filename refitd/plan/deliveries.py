@@ -136,13 +136,14 @@ def _patterns(plan: SharedPlan, kind: Ints, begin: Ints, count: Ints) -> Pattern
 def source_boxes(rows: Rows | CopyTable) -> Ints:
     """Number the distinct source boxes of any rank, shape [n]: elements in one order, wanted as one dtype.
 
-    Numbers are in the order of first rows.
+    Numbers are in the order of places at the source, whatever the order of rows.
     """
     stride = np.where(rows.size > 1, rows.src_stride, 0)
     keys = np.column_stack([rows.src_local, rows.src_offset, rows.cast, rows.element_size, rows.size, stride])
-    first, number = numbered(hashed([keys]))  # sorting whole rows takes seconds for a million of them
+    content = hashed([keys])  # sorting whole rows takes seconds for a million of them
+    first, number = numbered(content)
     if (keys != keys[first[number]]).any():  # two boxes of one hash: as if no box were wanted twice
         return np.arange(len(keys))
     place = np.empty(len(first), np.int64)
-    place[np.argsort(first)] = np.arange(len(first))
+    place[np.lexsort((content[first], rows.src_offset[first], rows.src_local[first]))] = np.arange(len(first))
     return place[number]

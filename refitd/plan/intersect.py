@@ -6,6 +6,10 @@ beside TP2) offer the same cells:
 
     source A holds [0:8], B [0:4], C [4:8]     cells [0:4] from A or B, [4:8] from A or C
     a destination wants [2:6]                  pieces [2:4] of the first cell, [4:6] of the second
+
+So are pieces, so that what destinations that are cut differently need alike are the same pieces:
+
+    another destination wants [2:5]            pieces [2:4], [4:5]; the first one's are [2:4], [4:5], [5:6]
 """
 
 from __future__ import annotations
@@ -15,7 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refitd.plan.columns import Ints, distinct, ranges
+from refitd.plan.columns import Ints, distinct, hashed, numbered, offsets_of, ranges
+
+# what destinations need alike is not cut out if that makes more than so many times as many pieces
+MAX_CUTS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +48,8 @@ class Pieces:
 def intersect(held_offset: Ints, held_size: Ints, want_offset: Ints, want_size: Ints) -> tuple[Cells, Pieces]:
     """Return the cells of the held boxes and the wanted boxes' parts in them. Boxes of a side must be distinct."""
     cells = cut(held_offset, held_size)
-    return cells, pieces_of(cells, want_offset, want_size)
+    pieces = pieces_of(cells, want_offset, want_size)
+    return cells, _cut_alike(pieces) if len(_crossed(want_offset, want_size)) else pieces
 
 
 def overlapping(a_offset: Ints, a_size: Ints, b_offset: Ints, b_size: Ints) -> tuple[Ints, Ints]:
@@ -63,17 +71,42 @@ def overlapping(a_offset: Ints, a_size: Ints, b_offset: Ints, b_size: Ints) -> t
     return a[keep], b[keep]
 
 
+def _cut_alike(pieces: Pieces) -> Pieces:
+    """Return the same elements in pieces that are equal or have no element in common; as they are if those are many."""
+    first, box = numbered(hashed([pieces.offset, pieces.size]))
+    offset, size = pieces.offset[first], pieces.size[first]
+    crossed = _crossed(offset, size)
+    count = np.ones(len(crossed))
+    for edges, begin, extent in zip(_edges(offset[crossed], size[crossed]), offset.T, size.T, strict=True):
+        count *= np.searchsorted(edges, (begin + extent)[crossed]) - np.searchsorted(edges, begin[crossed])
+    if count.sum() > MAX_CUTS * len(crossed):
+        return pieces
+    cells = cut(offset, size)
+    order = np.argsort(cells.box, kind="stable")
+    start = offsets_of(cells.box[order], len(first))
+    of, at = ranges(start[box], np.diff(start)[box])
+    cell = cells.cell[order[at]]
+    return Pieces(pieces.want[of], pieces.cell[of], cells.offset[cell], cells.size[cell])
+
+
+def _crossed(offset: Ints, size: Ints) -> Ints:
+    """Return the distinct boxes that have an element in common with another one."""
+    a, b = overlapping(offset, size, offset, size)
+    return distinct(a[a != b])
+
+
+def _edges(offset: Ints, size: Ints) -> list[Ints]:
+    """Return where boxes begin or end, for each dimension."""
+    return [distinct(np.concatenate([begin, begin + extent])) for begin, extent in zip(offset.T, size.T, strict=True)]
+
+
 def cut(offset: Ints, size: Ints) -> Cells:
     """Cut distinct boxes into disjoint cells; a box that overlaps no other is one cell."""
-    a, b = overlapping(offset, size, offset, size)
-    crossed = distinct(a[a != b])
+    crossed = _crossed(offset, size)
     whole = np.setdiff1d(np.arange(len(offset)), crossed)
     if not len(crossed):
         return Cells(offset, size, whole, whole)
-    edges = [
-        np.unique(np.concatenate([offset[crossed, d], offset[crossed, d] + size[crossed, d]]))
-        for d in range(offset.shape[1])
-    ]
+    edges = _edges(offset[crossed], size[crossed])
     numbers: dict[tuple[tuple[int, int], ...], int] = {}
     boxes: list[int] = []
     cells: list[int] = []

@@ -4,7 +4,8 @@ Tensors with the same source boxes and destination boxes (one weight in 80 layer
 pattern, and every tensor refers to its pattern. The outputs are
 
     holding   (source class, tensor, cell) and where the cell lies in the class's local tensor
-    piece     (destination class, tensor, cell, box) and where it goes in the class's local tensor
+    piece     (destination class, tensor, cell, box) and where it goes in the class's local tensor; pieces of several
+              classes are the same elements, or have none in common
     set       the source classes that hold a cell: any of their ranks can send it
     shared    a holding of a wanted cell that several ranks hold, or one rank twice: all must hold the same bytes
 """
@@ -39,10 +40,11 @@ class Holdings:
 
 @dataclass(frozen=True, eq=False)
 class WantedPieces:
-    """Pieces of destination classes, sorted by (class, set, tensor, local, place)."""
+    """Pieces of destination classes, sorted by (class, set, needers, tensor, local, place)."""
 
     dst_class: Ints
     set: Ints
+    needers: Ints  # equal for pieces that the same destination classes need
     box: Ints  # equal for pieces of the same elements
     spot: Ints  # (tensor, cell) as one number
     tensor: Ints
@@ -283,11 +285,15 @@ def _wanted_pieces(layouts: Layouts, wanted: _Tiles, pattern: Ints, patterns: _P
     group, local, layout_class = spots.set[spot], wanted.local[tile], wanted.layout_class[tile]
     size, shift = patterns.want_size[at], origin - patterns.cell_offset[cell]
     box = numbered(hashed([spot, size, shift]))[1]
-    order = np.lexsort((offset, local, tensor, group, layout_class))
+    classes = max(1, layouts.destination.classes)
+    needed = distinct(box * classes + layout_class)
+    needers = numbered(_sums(mixed(needed % classes), needed // classes, 1 + int(box.max(initial=-1))))[1][box]
+    order = np.lexsort((offset, local, tensor, needers, group, layout_class))
     geometry = wanted.geometry[tile[order]]
     return WantedPieces(
         dst_class=layout_class[order],
         set=group[order],
+        needers=needers[order],
         box=box[order],
         spot=spot[order],
         tensor=tensor[order],

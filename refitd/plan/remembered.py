@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
+from refitd.plan.bundles import KnownBundles
 from refitd.plan.coalesce import Rows
 from refitd.plan.columns import Ints
 from refitd.plan.layouts import Layouts
@@ -49,6 +50,7 @@ class Found:
     layouts: Layouts
     match: Match
     held: HeldByClasses
+    bundles: KnownBundles = field(default_factory=KnownBundles)
     rows: KeptRows = field(default_factory=KeptRows)
     proof: CoverageProof = field(default_factory=CoverageProof)
 

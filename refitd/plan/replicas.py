@@ -35,8 +35,6 @@ Floats = npt.NDArray[np.float64]
 # sender determines the time, not the one that sends least
 TOLERANCE = 0.02
 MAX_PASSES = 30
-# what ranks of a node that are cut differently need alike crosses once if that leaves less than this of the bytes
-ONCE = 0.95
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,12 +90,10 @@ def choose_sources(
         nodes: [ranks] number of each rank's node, -1 if unknown.
         bundle_start: [bundles + 1] into `piece_bytes`.
         piece_bytes: bytes of each piece.
-        content: [bundles] equal for bundles of the same pieces in one order.
+        content: [bundles] equal for bundles of the same pieces in one order, if their ranks are to have one holder.
         speed: [ranks] bytes per second that each can send to other nodes; None: all the same.
     """
-    total = np.concatenate([np.zeros(1, np.int64), np.cumsum(piece_bytes)])
-    nbytes = total[bundle_start[1:]] - total[bundle_start[:-1]]
-    first, which = _needed_once(demands, set_of, holder_of, nodes, content, nbytes)
+    first, which = _needed_once(demands, set_of, holder_of, nodes, content)
     some = Demands(demands.rank[first], demands.set[first], demands.bundle[first])
     shares = _chosen(some, set_of, holder_of, nodes, bundle_start, piece_bytes, speed)
     if len(first) == len(which):
@@ -111,20 +107,15 @@ def choose_sources(
     return Shares(demand, shares.low[at] + shift, shares.high[at] + shift, shares.holder[at])
 
 
-def _needed_once(
-    demands: Demands, set_of: Ints, holder_of: Ints, nodes: Ints, content: Ints, nbytes: Ints
-) -> tuple[Ints, Ints]:
+def _needed_once(demands: Demands, set_of: Ints, holder_of: Ints, nodes: Ints, content: Ints) -> tuple[Ints, Ints]:
     """Return (demands to choose holders for, the number among these of each demand that it is served like).
 
-    What ranks of one node that are cut alike need from other nodes comes from one holder, so that it crosses once. So
-    does what others need alike (replicated tensors, KV heads) if that is much: it makes more kinds of rows.
+    What ranks of one node need alike from other nodes comes from one holder, so that it crosses once.
     """
     node, places = nodes[demands.rank], 1 + int(nodes.max(initial=-1))
     held = distinct(set_of * (places + 1) + nodes[holder_of] + 1)
     far = np.flatnonzero((node >= 0) & (find(held, demands.set * (places + 1) + node + 1) < 0))
-    bundle = demands.bundle[far]
-    same, alike = (numbered(kind * places + node[far]) for kind in (bundle, content[bundle]))
-    example, number = alike if nbytes[bundle[alike[0]]].sum() < ONCE * nbytes[bundle[same[0]]].sum() else same
+    example, number = numbered(content[demands.bundle[far]] * places + node[far])
     first = np.arange(len(node))
     first[far] = far[example[number]]
     chosen = np.flatnonzero(first == np.arange(len(node)))

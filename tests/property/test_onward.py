@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
+from refitd.plan.bundles import ONCE
 from refitd.plan.cables import EQUAL, Cables
 from refitd.plan.relays import Relays
 from refitd.plan.routes import routes_of
 from refitd.plan.table import CopyTable, CrossingTable
 from refitd.testing import oracle
 
-SHAPES = {"a": (8, 12), "b": (24,), "c": (4, 6, 8)}
+SHAPES = {"a": (12, 12), "b": (24,), "c": (2, 12, 12)}
 
 
 def held(rank: int, group: list[int], dims: dict[str, int | None]) -> list[ParameterMetadata]:
@@ -42,18 +43,20 @@ def held(rank: int, group: list[int], dims: dict[str, int | None]) -> list[Param
     return found
 
 
+DIMS = st.fixed_dictionaries({"a": st.sampled_from([0, 1, None]), "b": st.just(0), "c": st.sampled_from([1, 2])})
 SPEEDS = st.sampled_from([1e8, 2.5e7, 3e9])
 
 
 @st.composite
 def fleets(draw: st.DrawFn) -> tuple[list[Roster], dict[int, str], Cables]:
     """Sources and replicas, each split by a number of its own, over nodes with cables of their own."""
-    dims: dict[str, int | None] = {"a": draw(st.sampled_from([0, 1, None])), "b": 0, "c": draw(st.sampled_from([1, 2]))}
     rosters: list[Roster] = []
-    sizes = [draw(st.sampled_from([1, 2])), *draw(st.lists(st.sampled_from([1, 2, 2]), min_size=1, max_size=6))]
+    sizes = [draw(st.sampled_from([1, 2])), *draw(st.lists(st.sampled_from([1, 2, 2, 3, 4]), min_size=1, max_size=6))]
+    usual = draw(DIMS)
     sources, nodes = draw(st.integers(1, min(3, len(sizes) - 1))), draw(st.integers(1, 6))
     for number, size in enumerate(sizes):
         group = list(range(len(rosters), len(rosters) + size))
+        dims = draw(st.one_of(st.just(usual), DIMS))
         for rank in group:
             metas, node = held(rank, group, dims), f"n{draw(st.integers(0, nodes - 1))}"
             is_source = number < sources
@@ -101,6 +104,31 @@ def check_paths(rows: CrossingTable, relays: Relays, crossing: CopyTable, node_o
         assert max(through.values()) == busiest
 
 
+def elements(crossing: CopyTable, i: int) -> list[int]:
+    """The elements of the source's tensor that a row reads."""
+    box = np.indices(crossing.size[i]).reshape(len(crossing.size[i]), -1)
+    return (int(crossing.src_offset[i]) + crossing.src_stride[i] @ box).tolist()
+
+
+def check_once(crossing: CopyTable, rosters: list[Roster], node_of: dict[int, str]) -> None:
+    """See that no rank sends a byte to a node twice, and that hardly any crosses twice from several ranks."""
+    whole = {name: np.arange(np.prod(shape)).reshape(shape) for name, shape in SHAPES.items()}
+    canonical = {(r.rank, m.name): oracle.local_tensor(m, r.rank, whole) for r in rosters for m in r.source}
+    sent: Counter[tuple[str, int, str, int]] = Counter()
+    needed: set[tuple[str, str, int]] = set()
+    for i in range(len(crossing)):
+        src, name, node = (
+            int(crossing.src_rank[i]),
+            crossing.locals[crossing.src_local[i]],
+            node_of[crossing.dst_rank[i]],
+        )
+        for element in elements(crossing, i):
+            sent[node, src, name, element] += 1
+            needed.add((node, name, int(canonical[src, name].reshape(-1)[element])))
+    assert set(sent.values()) <= {1}, "a rank sends a byte to a node twice"
+    assert ONCE * sent.total() <= len(needed), "a byte crosses to a node from several ranks"
+
+
 @settings(max_examples=60, deadline=None)
 @given(fleets())
 def test_every_rank_gets_its_slices(fleet: tuple[list[Roster], dict[int, str], Cables]) -> None:
@@ -118,13 +146,7 @@ def test_every_rank_gets_its_slices(fleet: tuple[list[Roster], dict[int, str], C
     assert relays.seconds <= relays.direct_seconds
     rows = CrossingTable.from_wire(rows.with_own_names().to_wire())
     assert len(crossing) + len(onward) == crosses.sum()
-    boxes = [
-        (node_of[int(d)], int(s), int(name), int(offset), tuple(size))
-        for d, s, name, offset, size in zip(
-            crossing.dst_rank, crossing.src_rank, crossing.src_local, crossing.src_offset, crossing.size, strict=True
-        )
-    ]
-    assert len(set(boxes)) == len(boxes), "a byte crosses to a node twice"
+    check_once(crossing, rosters, node_of)
     whole = oracle.canonical_tensors(SHAPES)
     sources = {(r.rank, m.name): oracle.local_tensor(m, r.rank, whole) for r in rosters for m in r.source}
     wanted = {(r.rank, m.name): oracle.local_tensor(m, r.rank, whole) for r in rosters for m in r.destination}
