@@ -57,6 +57,24 @@ def meeting(said: Mapping[str, Reached]) -> dict[str, int] | None:
     return polls if all(where.stands for where in said.values()) else None
 
 
+def meeting_late(where: Reached, told: Mapping[str, int]) -> int | None:
+    """Return the poll in which a rank flips that answers when others have been told; None if it cannot be theirs.
+
+    Args:
+        where: how far the rank has polled.
+        told: the poll in which others flip, by the origin from which they count.
+    """
+    point = told.get(where.origin)
+    if (
+        point is None
+        or not where.origin
+        or where.earliest > point
+        or (where.stands == "wait" and where.earliest < point)
+    ):
+        return None
+    return point if where.origin == CALLERS_STEP or point - where.step <= LOCKSTEP else None
+
+
 def in_turn(said: Mapping[str, Reached]) -> bool:
     """Whether one thread polls several ranks, so that they can never all stand in a poll at once."""
     threads = Counter(where.thread for where in said.values() if where.thread is not None)

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from refitd.coordinator.members import Member
-from refitd.lockstep import Reached, in_turn, meeting
+from refitd.lockstep import Reached, in_turn, meeting, meeting_late
 
 # How long ranks wait for one that has not answered: a new coordinator may not have heard of it yet.
 MISSING_S = 3.0
@@ -148,8 +148,11 @@ class FlipSteps:
             replace(waiting.flips[id_], apart="") for id_ in asked & waiting.flips.keys()
         ]
         for id_ in asked - waiting.flips.keys():
-            late = "it said in which poll it is after the others had been told theirs"
-            waiting.flips[id_] = CommitAtStep(swap, concerned[id_], said[id_].earliest, apart=late)
+            told = {said[other].origin: flip.step for other, flip in waiting.flips.items() if other in said}
+            point = meeting_late(said[id_], told)
+            late = "" if point is not None else "it said in which poll it is after the others had been told theirs"
+            step = said[id_].earliest if point is None else point
+            waiting.flips[id_] = CommitAtStep(swap, concerned[id_], step, apart=late)
             found.append(waiting.flips[id_])
         return found
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from refitd.client.steps import PollSteps
 from refitd.coordinator.steps import MISSING_S, PATIENCE_S, ROUNDS, CommitAtStep, FlipSteps, Pass
 from refitd.errors import RefusedError
-from refitd.lockstep import CALLERS_STEP, LOCKSTEP, Reached, meeting
+from refitd.lockstep import CALLERS_STEP, LOCKSTEP, Reached, meeting, meeting_late
 
 COUNTS = st.dictionaries(st.text(max_size=3), st.integers(0, 1 << 40), min_size=2, max_size=8)
 
@@ -130,13 +130,33 @@ def test_a_rank_that_does_not_answer_is_named_and_so_is_one_that_answers_late() 
     steps.reached("s", ranks[0], Reached(41, "before"), now=0.0)
     (told,) = steps.due(ranks, now=MISSING_S)
     assert isinstance(told, CommitAtStep) and told.step == 42 and not told.origin and "rank 1 did not say" in told.apart
-    steps.reached("s", ranks[1], Reached(40, "before"), now=9.0)
+    steps.reached("s", ranks[1], Reached(40), now=9.0)
     (told,) = steps.due(ranks, now=9.0)
     assert (
         isinstance(told, CommitAtStep)
         and (told.member, told.step) == (ranks[1], 41)
         and "after the others" in told.apart
     )
+
+
+def test_a_rank_that_answers_late_flips_with_the_others_if_it_has_not_passed_their_poll() -> None:
+    for origin, count in (("before", 40), (CALLERS_STEP, 3)):
+        steps, ranks = FlipSteps(), [rank(0), rank(1)]
+        steps.reached("s", ranks[0], Reached(41, origin), now=0.0)
+        assert polls(steps.due(ranks, now=MISSING_S)) == {0: 42}
+        steps.reached("s", ranks[1], Reached(count, origin), now=9.0)
+        assert steps.due(ranks, now=9.0) == [CommitAtStep("s", ranks[1], 42)]
+
+
+@given(
+    st.integers(0, 60), st.sampled_from(["", "poll", "wait"]), st.sampled_from(["", "before", "other", CALLERS_STEP])
+)
+def test_a_late_rank_shares_a_poll_only_with_those_that_count_alike(step: int, stands: str, origin: str) -> None:
+    late = Reached(step, origin, stands)
+    found = meeting_late(late, {"before": 43, CALLERS_STEP: 43, "": 43})
+    both = meeting({"late": late, "told": Reached(42, origin)})
+    may = origin in ("before", CALLERS_STEP) and both == {"late": 43, "told": 43}
+    assert found == (43 if may else None)
 
 
 def test_ranks_that_never_stand_at_once_are_let_through_a_few_times_and_then_told_apart_by_name() -> None:
