@@ -14,6 +14,8 @@ from refitd.protocol import cluster, sidecar
 PATIENCE_TICKS = 2
 # The same for a worker's first epoch, in which it loads torch. Replacing the worker would only take longer.
 COLD_PATIENCE_TICKS = 20
+# Ticks after which workers of a fleet load what their first epoch needs: engines take longer to load their weights.
+WARM_UP_TICKS = 5
 
 
 @dataclass(slots=True)
@@ -34,9 +36,19 @@ class LocalEpochs:
     """
 
     def __init__(
-        self, node: str, address: str, out: Callable[[Instruction], None], formed: Callable[[str, str], None]
+        self,
+        node: str,
+        address: str,
+        out: Callable[[Instruction], None],
+        formed: Callable[[str, str], None],
+        *,
+        workers: int = 0,
+        warms: str = "",
     ) -> None:
+        """`warms` is the service that the node's `workers` load soon after their start; "": when they first need it."""
         self._node, self._address = node, address
+        self._workers, self._warms = workers, warms
+        self._ticks = 0
         self._out = out
         self._formed = formed
         self._epochs: dict[str, _Joined] = {}
@@ -76,7 +88,11 @@ class LocalEpochs:
                     self._late[lane, epoch] = 0
 
     def tick(self) -> list[tuple[int, str]]:
-        """Return the workers that did not leave an abandoned epoch in time, each with the reason."""
+        """Return the workers that did not leave an abandoned epoch in time, each with the reason. Warm up all, once."""
+        self._ticks += 1
+        if self._warms and self._ticks == WARM_UP_TICKS:
+            for worker in sorted({*range(self._workers)} - self._warm):
+                self._out(ToWorker(worker, sidecar.WarmUp(service=self._warms)))
         stuck: dict[int, str] = {}
         for (worker, epoch), ticks in self._late.items():
             self._late[worker, epoch] = ticks + 1
@@ -126,7 +142,7 @@ class LocalEpochs:
         Exception: if it was stuck in an abandoned epoch, the epochs that it had not reached go on. Peers still wait
         there, and its successor joins them.
         """
-        services = set()
+        services = {self._warms} if self._warms and self._ticks >= WARM_UP_TICKS else set()
         was_stuck = any(late == worker for late, _ in self._late)
         self._warm.discard(worker)
         self._late = {key: ticks for key, ticks in self._late.items() if key[0] != worker}

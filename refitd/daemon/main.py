@@ -124,6 +124,7 @@ class DaemonShell:
             address,
             services,
             config.node.keep_targets_s,
+            config.transport.service if config.uses_keys else "",
         )
         self._inbox = ClientInbox(
             self._router,

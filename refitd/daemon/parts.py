@@ -62,6 +62,7 @@ class Parts:
         address: str,
         services: tuple[str, ...],
         keep_targets_s: float,
+        warms: str,
     ) -> None:
         self.node, self.host, self.pid = node, host, pid
         self.worker_pids: dict[int, int] = {}
@@ -91,7 +92,7 @@ class Parts:
             lambda wanted, error: self.fail(wanted.session, wanted.request, error),
             self._ask_first,
         )
-        self.epochs = LocalEpochs(node, address, out, self._epoch_formed)
+        self.epochs = LocalEpochs(node, address, out, self._epoch_formed, workers=workers, warms=warms)
         self.plans = LocalPlans(node, workers, self.jobs, self.epochs, self.arenas.ask, out)
         self.cable_tests = LocalCableTests(node, workers, self.epochs, out, self.link.say)
         self.permits = Permits(self.members, out)

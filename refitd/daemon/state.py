@@ -47,8 +47,9 @@ class DaemonState(Parts):
         address: str = "127.0.0.1",
         services: tuple[str, ...] = ("shm",),
         keep_targets_s: float = 0.0,
+        warms: str = "",
     ) -> None:
-        super().__init__(node, host, pid, workers, max_arena_bytes, address, services, keep_targets_s)
+        super().__init__(node, host, pid, workers, max_arena_bytes, address, services, keep_targets_s, warms)
         self.clients = ClientRequests(self)
         self._coordinator = CoordinatorOrders(self)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -40,8 +41,9 @@ class Exchanges:
 
     def warm_up(self, service: str) -> None:
         """Import what a service needs; a missing module is reported when an epoch is joined."""
-        if self._registry.find(service).join is not None:
-            torch_with_one_thread()
+        with contextlib.suppress(ConfigError):
+            if self._registry.find(service).join is not None:
+                torch_with_one_thread()
 
     def join(self, message: sidecar.JoinEpoch, mailbox: Mailbox) -> None:
         """Join an epoch; return once all of its workers have joined.

@@ -13,7 +13,7 @@ from msgspec import structs
 from refitd.buffers import handoff
 from refitd.copy_services.registry import installed
 from refitd.daemon.actions import Instruction, ToCoordinator, ToWorker
-from refitd.daemon.epochs import COLD_PATIENCE_TICKS, PATIENCE_TICKS, LocalEpochs
+from refitd.daemon.epochs import COLD_PATIENCE_TICKS, PATIENCE_TICKS, WARM_UP_TICKS, LocalEpochs
 from refitd.errors import PeerLost
 from refitd.protocol import cluster, sidecar
 from refitd.protocol.base import Secret
@@ -86,6 +86,21 @@ def test_a_worker_that_still_loads_what_its_first_epoch_needs_is_given_longer() 
     assert stuck_after(COLD_PATIENCE_TICKS + 1, is_warm=False) == [1]
 
 
+def test_workers_of_a_fleet_load_what_their_first_epoch_needs_before_there_is_one() -> None:
+    out: list[Instruction] = []
+    epochs = LocalEpochs("n0", "127.0.0.1", out.append, lambda plan, epoch: None, workers=3, warms="gloo")
+    epochs.worker_gone(2, "worker 2 on node n0", "it died")
+    epochs.worker_said(1, sidecar.LanePut(epoch="e1", key="0/0", value=b""))  # it has loaded that already
+    for _ in range(WARM_UP_TICKS - 1):
+        epochs.tick()
+    assert out == []
+    for _ in range(3):
+        epochs.tick()
+    assert out == [ToWorker(worker, sidecar.WarmUp(service="gloo")) for worker in (0, 2)]
+    epochs.worker_gone(1, "worker 1 on node n0", "it died")
+    assert out[2:] == [ToWorker(1, sidecar.WarmUp(service="gloo"))]
+
+
 def test_an_epoch_that_a_stuck_worker_never_came_to_waits_for_its_successor() -> None:
     out: list[Instruction] = []
     joined: list[tuple[str, str]] = []
@@ -124,6 +139,8 @@ def test_a_worker_does_not_go_on_with_a_value_of_an_epoch_it_is_to_leave(
 def test_a_worker_that_met_nobody_keeps_no_descriptor_of_it(pair: tuple[socket.socket, socket.socket]) -> None:
     here, there = pair
     worker = Worker(here, installed(), 1)
+    worker._handle(sidecar.WarmUp(service="no such service"), ())
+    worker._handle(sidecar.WarmUp(service="gloo"), ())  # what it takes to load torch is not part of joining
     open_files: list[int] = []
     gc.disable()  # it may run at any time, or not for long
     try:
@@ -135,7 +152,7 @@ def test_a_worker_that_met_nobody_keeps_no_descriptor_of_it(pair: tuple[socket.s
                 labels=("worker 0 on node n0", "worker 0 on node n1"),
                 address="127.0.0.1",
                 staging_bytes=1 << 20,
-                timeout_s=0.2,
+                timeout_s=0.5,
                 key=Secret(bytes(32)),
             )
             worker._handle(meet, ())
