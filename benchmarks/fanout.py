@@ -193,8 +193,8 @@ def markdown(results: dict[str, Any]) -> str:
         f"At {results['mbit']} Mbit/s, given by the one replica that serves. A catch-up begins 1 s after the last",
     ]
     lines += [
-        "replica has joined, since more may follow. The daemons of those that join for the first time have run for some",
-        "seconds; replicas that come back do so to a later version.",
+        "replica has joined, since more may follow. Daemons have run for some seconds when replicas join for the first",
+        "time. Replicas that come back do so to a later version.",
         "",
     ]
     head = (

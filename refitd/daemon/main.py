@@ -160,7 +160,10 @@ class DaemonShell:
             found = self._poller.poll(wait_ms)
             awake = self._excuse(awake, wait_ms / 1000)
             for ready, events in found:
-                self._serve_one(ready, events)
+                if ready == wakeup:
+                    os.read(wakeup, 4096)  # its signals have been handled
+                else:
+                    self._serve_one(ready, events)
             awake = self._excuse(awake, 0.0)  # before the tick, which declares peers silent
             if time.monotonic() >= next_tick:
                 self._outlive(self._tick)
