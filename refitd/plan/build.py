@@ -19,7 +19,7 @@ import numpy as np
 
 from refitd.describe.roster import Roster
 from refitd.errors import PlanError
-from refitd.plan.bundles import KnownBundles, bundles_for
+from refitd.plan.bundles import KnownBundles, bundles_for, set_bytes_of
 from refitd.plan.cables import EQUAL, Cables, Floats
 from refitd.plan.coalesce import Rows, coalesced
 from refitd.plan.columns import Ints, find, hashed, in_order, mixed, numbered, offsets_of, ranges
@@ -30,7 +30,8 @@ from refitd.plan.ops import ReshardPlan
 from refitd.plan.read_rosters import read_rosters
 from refitd.plan.regions import held_by_classes
 from refitd.plan.remembered import Found, KeptRows, Remembered
-from refitd.plan.replicas import Demands, Shares, choose_sources
+from refitd.plan.replicas import Demands, choose_sources
+from refitd.plan.senders import Shares
 from refitd.plan.shared import GlobalPlan, SharedPlan
 from refitd.plan.validate import shared_violations
 from refitd.plan.views import reshard_plans
@@ -125,6 +126,7 @@ def _shares(layouts: Layouts, found: Match, speed: Floats | None, known: KnownBu
         bundles.start,
         np.prod(pieces.size, axis=1) * pieces.element_size,
         bundles.content if bundles.is_fine else np.arange(len(bundles.set)),
+        *set_bytes_of(found, known),
         speed,
     )
     return _Allotted(shares.holder, demands.rank[shares.demand], shares.low, shares.high)

@@ -48,6 +48,7 @@ class KnownBundles:
 
     coarse: Bundles | None = None
     fine: Bundles | None = None
+    set_bytes: tuple[Ints, Ints] | None = None
     costs: dict[tuple[bytes, bytes], tuple[int, int]] = field(default_factory=dict)
 
 
@@ -64,6 +65,24 @@ def bundles_for(layouts: Layouts, found: Match, known: KnownBundles) -> Bundles:
         coarse += count * with_coarse
         fine += count * with_fine
     return known.fine if fine < ONCE * coarse else known.coarse
+
+
+def set_bytes_of(found: Match, known: KnownBundles) -> tuple[Ints, Ints]:
+    """Return ([pieces] bytes of the piece's set in tensors before its own, [sets] bytes of each set).
+
+    Elements that several destination classes want count once.
+    """
+    if known.set_bytes is None:
+        pieces = found.pieces
+        first, box = numbered(pieces.box)
+        tensors = 1 + int(pieces.tensor.max(initial=-1))
+        key, place = np.unique((pieces.set * tensors + pieces.tensor)[first], return_inverse=True)
+        nbytes = np.zeros(len(key), np.int64)
+        np.add.at(nbytes, place, _piece_bytes(found)[first])
+        start = np.append(0, np.cumsum(nbytes))
+        of_set = start[offsets_of(key // max(1, tensors), max(1, len(found.set_start) - 1))]
+        known.set_bytes = start[place[box]] - of_set[pieces.set], np.diff(of_set)
+    return known.set_bytes
 
 
 def _bundles(found: Match, is_fine: bool) -> Bundles:

@@ -5,7 +5,7 @@ this order of preference, to
 
     itself            the destination rank is one of the holders: a local copy, no bytes are sent
     its own node      the holders on the destination's node, in turn
-    anyone            all holders, in turn
+    anyone            all holders, in turn; of those on one node, each sends its part of the pieces (senders.py)
 
 Turns follow the order of ranks, so that an appended destination takes the next turn and changes no other. If the loads
 are then uneven (three destinations for eight holders, sets that overlap), whole pieces of demands move from overloaded
@@ -28,6 +28,7 @@ from refitd.describe.metadata import ParameterMetadata
 from refitd.errors import PlanError
 from refitd.plan.columns import Ints, distinct, find, in_order, numbered, offsets_of, ranges
 from refitd.plan.origins import origins_by_speed
+from refitd.plan.senders import Shares, one_sender_each, send_more_than_they_receive
 
 Floats = npt.NDArray[np.float64]
 
@@ -44,16 +45,6 @@ class Demands:
     rank: Ints
     set: Ints
     bundle: Ints  # bundle b needs the pieces (rows of piece_bytes) bundle_start[b]:bundle_start[b + 1]
-
-
-@dataclass(frozen=True, eq=False)
-class Shares:
-    """Each row: pieces low:high (rows of piece_bytes) of a demand's bundle come from a holder."""
-
-    demand: Ints
-    low: Ints
-    high: Ints
-    holder: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +70,8 @@ def choose_sources(
     bundle_start: Ints,
     piece_bytes: Ints,
     content: Ints,
+    before: Ints,
+    set_bytes: Ints,
     speed: Floats | None = None,
 ) -> Shares:
     """Choose the holders that serve each demand.
@@ -91,11 +84,15 @@ def choose_sources(
         bundle_start: [bundles + 1] into `piece_bytes`.
         piece_bytes: bytes of each piece.
         content: [bundles] equal for bundles of the same pieces in one order, if their ranks are to have one holder.
+        before: [pieces] bytes of the piece's set in tensors before its own.
+        set_bytes: [sets].
         speed: [ranks] bytes per second that each can send to other nodes; None: all the same.
     """
     first, which = _needed_once(demands, set_of, holder_of, nodes, content)
     some = Demands(demands.rank[first], demands.set[first], demands.bundle[first])
     shares = _chosen(some, set_of, holder_of, nodes, bundle_start, piece_bytes, speed)
+    if send_more_than_they_receive(shares, some.rank, nodes, piece_bytes):
+        shares = one_sender_each(shares, some.rank, some.set, set_of, holder_of, nodes, before, set_bytes)
     if len(first) == len(which):
         return shares
     order = np.argsort(shares.demand, kind="stable")

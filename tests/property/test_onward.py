@@ -214,3 +214,30 @@ def test_replicas_of_a_node_get_it_once_however_many_replicas_of_the_trainer_hol
     plan = plan_copies(rosters)
     links = routes_of(plan.shared, {roster.rank: roster.node for roster in rosters}).links
     assert sum(links.values()) == sum(2 * int(np.prod(shape)) for shape in SHAPES.values())
+
+
+@pytest.mark.parametrize(("trainer", "copies"), [(1, 4), (2, 2), (2, 4), (4, 1)])
+@pytest.mark.parametrize("engines", [(1, 1, 1, 1), (1, 2, 4), (2, 2, 1, 4, 1)])
+def test_a_trainers_cable_carries_one_copy_however_many_of_its_ranks_hold_the_same(
+    trainer: int, copies: int, engines: tuple[int, ...]
+) -> None:
+    rosters: list[Roster] = []
+    for node, size in [*[("train", trainer)] * copies, *((f"n{i}", size) for i, size in enumerate(engines))]:
+        group = list(range(len(rosters), len(rosters) + size))
+        for rank in group:
+            made = {"dtype": torch.int16, "element_size": 2, "is_tp": size > 1, "partition_dim": 0, "owner_rank": rank}
+            made |= {"tensor_parallel_group_ranks": group if size > 1 else None, "shape": (64 // size, 128)}
+            metas = [ParameterMetadata(name=name, **made) for name in "abcdefgh"]  # type: ignore[arg-type]
+            is_source = node == "train"
+            rosters.append(Roster(rank, metas if is_source else (), () if is_source else metas, node))
+    node_of = {roster.rank: roster.node for roster in rosters}
+    plan = plan_copies(rosters)
+    routes = routes_of(plan.shared, node_of, least_bytes=0)
+    whole = 8 * 64 * 128 * 2
+    assert sum(nbytes for (src, _), nbytes in routes.links.items() if src == "train") == whole
+    assert routes.relays.bytes == whole and routes.relays.direct_bytes == len(engines) * whole
+    rows = routes.crossing.table.whole()
+    sent: Counter[int] = Counter()
+    for rank, nbytes in zip(rows.src_rank.tolist(), rows.row_bytes.tolist(), strict=True):
+        sent[rank] += nbytes * (node_of[rank] == "train")
+    assert {sent[rank] for rank in range(trainer * copies)} == {whole // (trainer * copies)}
