@@ -52,6 +52,7 @@ class _Waiting:
     said: dict[str, Reached] = field(default_factory=dict)  # by member
     rounds: int = 0  # how often standing ranks were let through
     flips: dict[str, CommitAtStep] | None = None  # the orders, once known
+    told: dict[str, int] = field(default_factory=dict)  # the poll of all that were told one, by what they count from
     asked: set[str] = field(default_factory=set)  # ranks that have reported since
     due_at: float | None = None
 
@@ -84,11 +85,14 @@ class FlipSteps:
             concerned = {m.id: m for m in ranks if m.staged == swap}
             said = {id_: where for id_, where in waiting.said.items() if id_ in concerned}
             waiting.due_at = None
-            if not said:  # they have left, or have committed
-                if waiting.flips is not None or now >= waiting.since + MISSING_S:
+            if waiting.flips is not None:
+                if concerned:
+                    found += self._again(swap, waiting, concerned, said)
+                else:
                     del self._waiting[(swap, replica)]
-            elif waiting.flips is not None:
-                found += self._again(swap, waiting, concerned, said)
+            elif not said:  # they have left, or have committed
+                if now >= waiting.since + MISSING_S:
+                    del self._waiting[(swap, replica)]
             elif now < waiting.since + MISSING_S and (
                 len(ranks) < ranks[0].added.world_size or len(said) < len(concerned)
             ):
@@ -135,6 +139,10 @@ class FlipSteps:
         # only ranks that were all given the same poll share a new origin
         origin = swap if is_together and not apart and len(said) == len(ranks) == ranks[0].added.world_size else ""
         waiting.flips = {id_: CommitAtStep(swap, concerned[id_], step, origin, apart) for id_, step in steps.items()}
+        polls: dict[str, set[int]] = {}
+        for id_, step in steps.items():
+            polls.setdefault(said[id_].origin, set()).add(step)
+        waiting.told = {origin: found.pop() for origin, found in polls.items() if len(found) == 1}
         waiting.asked.clear()
         return list(waiting.flips.values())
 
@@ -148,8 +156,7 @@ class FlipSteps:
             replace(waiting.flips[id_], apart="") for id_ in asked & waiting.flips.keys()
         ]
         for id_ in asked - waiting.flips.keys():
-            told = {said[other].origin: flip.step for other, flip in waiting.flips.items() if other in said}
-            point = meeting_late(said[id_], told)
+            point = meeting_late(said[id_], waiting.told)
             late = "" if point is not None else "it said in which poll it is after the others had been told theirs"
             step = said[id_].earliest if point is None else point
             waiting.flips[id_] = CommitAtStep(swap, concerned[id_], step, apart=late)

@@ -14,7 +14,8 @@ from refitd.protocol import cluster, sidecar
 PATIENCE_TICKS = 2
 # The same for a worker's first epoch, in which it loads torch. Replacing the worker would only take longer.
 COLD_PATIENCE_TICKS = 20
-# Ticks after which workers of a fleet load what their first epoch needs: engines take longer to load their weights.
+# Ticks after its start at which a worker of a fleet loads what its first epoch needs: engines take longer to load their
+# weights, and a commit that a worker's death has interrupted must not wait for it.
 WARM_UP_TICKS = 5
 
 
@@ -47,8 +48,8 @@ class LocalEpochs:
     ) -> None:
         """`warms` is the service that the node's `workers` load soon after their start; "": when they first need it."""
         self._node, self._address = node, address
-        self._workers, self._warms = workers, warms
-        self._ticks = 0
+        self._warms = warms
+        self._warm_in = dict.fromkeys(range(workers if warms else 0), WARM_UP_TICKS)  # ticks, by worker
         self._out = out
         self._formed = formed
         self._epochs: dict[str, _Joined] = {}
@@ -88,11 +89,11 @@ class LocalEpochs:
                     self._late[lane, epoch] = 0
 
     def tick(self) -> list[tuple[int, str]]:
-        """Return the workers that did not leave an abandoned epoch in time, each with the reason. Warm up all, once."""
-        self._ticks += 1
-        if self._warms and self._ticks == WARM_UP_TICKS:
-            for worker in sorted({*range(self._workers)} - self._warm):
-                self._out(ToWorker(worker, sidecar.WarmUp(service=self._warms)))
+        """Return the workers that did not leave an abandoned epoch in time, with the reason; warm up others, once."""
+        self._warm_in = {worker: ticks - 1 for worker, ticks in self._warm_in.items() if worker not in self._warm}
+        for worker in sorted(worker for worker, ticks in self._warm_in.items() if not ticks):
+            del self._warm_in[worker]
+            self._out(ToWorker(worker, sidecar.WarmUp(service=self._warms)))
         stuck: dict[int, str] = {}
         for (worker, epoch), ticks in self._late.items():
             self._late[worker, epoch] = ticks + 1
@@ -142,7 +143,7 @@ class LocalEpochs:
         Exception: if it was stuck in an abandoned epoch, the epochs that it had not reached go on. Peers still wait
         there, and its successor joins them.
         """
-        services = {self._warms} if self._warms and self._ticks >= WARM_UP_TICKS else set()
+        services: set[str] = set()
         was_stuck = any(late == worker for late, _ in self._late)
         self._warm.discard(worker)
         self._late = {key: ticks for key, ticks in self._late.items() if key[0] != worker}
@@ -156,7 +157,10 @@ class LocalEpochs:
                 joined.members.discard(worker)
                 self.leave(id_)
                 self._say(cluster.EpochLost(plan=joined.plan, epoch=id_, where=who, reason=how))
+        if self._warms and not services:  # not at once: what its predecessor has not finished comes first
+            self._warm_in[worker] = WARM_UP_TICKS
         for service in sorted(services):  # the successor will be needed for the next epoch
+            self._warm_in.pop(worker, None)
             self._out(ToWorker(worker, sidecar.WarmUp(service=service)))
 
     def _say(self, message: cluster.NodeMessage) -> None:

@@ -13,15 +13,16 @@ Up to the last step, the work grows with the number of different layouts, not wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from refitd.describe.roster import Roster
 from refitd.errors import PlanError
+from refitd.plan.alike import joined_alike
 from refitd.plan.bundles import KnownBundles, bundles_for, set_bytes_of
 from refitd.plan.cables import EQUAL, Cables, Floats
-from refitd.plan.coalesce import Rows, coalesced
+from refitd.plan.coalesce import Rows
 from refitd.plan.columns import Ints, find, hashed, in_order, mixed, numbered, offsets_of, ranges
 from refitd.plan.fills import shared_fills
 from refitd.plan.layouts import Layouts, Side
@@ -183,28 +184,27 @@ def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted, known: Kep
 def _rows(layouts: Layouts, found: Match, owner: Ints, low: Ints, high: Ints, source_class: Ints) -> Rows:
     """Return the rows of runs of pieces low:high; owner o reads the tensors of a class.
 
-    Pieces that other classes do not need alike are not joined, so that what ranks of a node need alike are equal boxes.
+    Pieces are joined as all who need them can join them, so that what ranks of a node need alike are equal boxes.
     """
     pieces, holdings, classes = found.pieces, found.holdings, max(1, layouts.source.classes)
     inner, piece = ranges(low, high - low)
     owner = owner[inner]
-    needers = 1 + int(pieces.needers.max(initial=-1))
     holding = find(holdings.key, pieces.spot[piece] * classes + source_class[owner])
     stride = holdings.stride[holding]
-    rows = coalesced(
-        Rows(
-            owner=owner * needers + pieces.needers[piece],
-            tensor=pieces.tensor[piece],
-            src_local=holdings.local[holding],
-            dst_local=pieces.local[piece],
-            element_size=pieces.element_size[piece],
-            cast=pieces.cast[piece],
-            origin=pieces.origin[piece],
-            size=pieces.size[piece],
-            src_offset=holdings.offset[holding] + (pieces.shift[piece] * stride).sum(axis=1),
-            src_stride=stride,
-            dst_offset=pieces.offset[piece],
-            dst_stride=pieces.stride[piece],
-        )
+    rows = Rows(
+        owner=owner,
+        tensor=pieces.tensor[piece],
+        src_local=holdings.local[holding],
+        dst_local=pieces.local[piece],
+        element_size=pieces.element_size[piece],
+        cast=pieces.cast[piece],
+        origin=pieces.origin[piece],
+        size=pieces.size[piece],
+        src_offset=holdings.offset[holding] + (pieces.shift[piece] * stride).sum(axis=1),
+        src_stride=stride,
+        dst_offset=pieces.offset[piece],
+        dst_stride=pieces.stride[piece],
     )
-    return replace(rows, owner=rows.owner // max(1, needers)).in_order()
+    bundle = hashed([owner, pieces.needers[piece], pieces.again[piece]])
+    several = np.bincount(pieces.box)[pieces.box[piece]] > 1
+    return joined_alike(rows, bundle, hashed([pieces.box[piece], source_class[owner]]), several)

@@ -31,7 +31,7 @@ class Bundles:
         start: [bundles + 1] into the match's pieces.
         content: [bundles] equal for bundles of the same pieces in one order.
         nbytes: [bundles].
-        is_fine: whether all classes that need a piece of a bundle need all of it.
+        is_fine: whether all classes that need a piece of a bundle need all of it, and each of them has it once.
     """
 
     dst_class: Ints
@@ -57,7 +57,7 @@ def bundles_for(layouts: Layouts, found: Match, known: KnownBundles) -> Bundles:
     if known.coarse is None or known.fine is None:
         known.coarse, known.fine = _bundles(found, is_fine=False), _bundles(found, is_fine=True)
     coarse = fine = 0
-    for (wanting, holding), count in _node_kinds(layouts):
+    for (wanting, holding), count in _node_kinds(layouts, found):
         key = wanting.tobytes(), holding.tobytes()
         if key not in known.costs:
             known.costs[key] = _costs(layouts, found, known.coarse, wanting, holding)
@@ -87,7 +87,7 @@ def set_bytes_of(found: Match, known: KnownBundles) -> tuple[Ints, Ints]:
 
 def _bundles(found: Match, is_fine: bool) -> Bundles:
     pieces = found.pieces
-    columns = [pieces.dst_class, pieces.set, *([pieces.needers] if is_fine else [])]
+    columns = [pieces.dst_class, pieces.set, *([pieces.needers, pieces.again] if is_fine else [])]
     opens = np.append(True, np.any([np.diff(column) != 0 for column in columns], axis=0))[: len(pieces.set)]
     begin = np.flatnonzero(opens)
     total = np.append(0, np.cumsum(_piece_bytes(found)))
@@ -107,8 +107,12 @@ def _piece_bytes(found: Match) -> Ints:
     return nbytes
 
 
-def _node_kinds(layouts: Layouts) -> list[tuple[tuple[Ints, Ints], int]]:
-    """Return ((destination classes, source classes), number of nodes) for nodes with the same classes."""
+def _node_kinds(layouts: Layouts, found: Match) -> list[tuple[tuple[Ints, Ints], int]]:
+    """Return ((destination classes, source classes), number of nodes) for nodes with the same classes.
+
+    Nodes with one destination class, which needs nothing twice, are left out.
+    """
+    needs_twice = distinct(found.pieces.dst_class[found.pieces.again > 0])
     classes, seen = [], []
     for side in (layouts.destination, layouts.source):
         there = np.flatnonzero((side.rank_class >= 0) & (layouts.nodes >= 0))
@@ -118,8 +122,10 @@ def _node_kinds(layouts: Layouts) -> list[tuple[tuple[Ints, Ints], int]]:
         seen.append(offsets_of(nodes, 1 + int(layouts.nodes.max(initial=-1))))
     count: dict[tuple[bytes, bytes], int] = {}
     kinds: dict[tuple[bytes, bytes], tuple[Ints, Ints]] = {}
-    for node in np.flatnonzero(np.diff(seen[0]) > 1).tolist():
+    for node in np.flatnonzero(np.diff(seen[0])).tolist():
         wanting, holding = (of[at[node] : at[node + 1]] for of, at in zip(classes, seen, strict=True))
+        if len(wanting) == 1 and find(needs_twice, wanting)[0] < 0:
+            continue
         key = wanting.tobytes(), holding.tobytes()
         kinds[key] = wanting, holding
         count[key] = count.get(key, 0) + 1

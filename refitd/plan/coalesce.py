@@ -7,11 +7,12 @@ the same source tensor                        ->  2 x 64 rows, 256 apart here, w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from refitd.plan.columns import Columns, Ints, hashed
+from refitd.plan.columns import Bools, Columns, Ints, hashed
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,23 +33,56 @@ class Rows(Columns):
 
     def in_order(self) -> Rows:
         """Return the rows sorted by owner, tensor, destination tensor and place in it."""
-        return self.select(np.lexsort((self.dst_offset, self.dst_local, self.tensor, self.owner)))
+        return self.select(self.order())
+
+    def order(self) -> Ints:
+        """Return the order of the rows that `in_order` gives them."""
+        return np.lexsort((self.dst_offset, self.dst_local, self.tensor, self.owner))
 
 
 def coalesced(rows: Rows) -> Rows:
     """Return the same copies in fewer rows, in order; boxes may gain one dimension."""
-    rows = rows.in_order()
+    return joined(rows)[0]
+
+
+def joined(rows: Rows) -> tuple[Rows, Ints]:
+    """Return the rows as `coalesced` does, and the number of the row that each has become a part of."""
+    rows, became = _sorted(rows)
     # only rows of one owner with the same tensors can be joined; set aside the many rows that are alone
     alike = (np.diff(rows.owner) == 0) & (np.diff(rows.tensor) == 0) & (np.diff(rows.dst_local) == 0)
     if not alike.any():
-        return rows
+        return rows, became
     several = np.concatenate([alike, [False]]) | np.concatenate([[False], alike])
-    joined = rows.select(several)
+    some, at = rows.select(several), np.arange(int(several.sum()))
     for dim in reversed(range(rows.size.shape[1])):
-        joined = _join_neighbours(joined, dim)
-    joined = _join_spaced(joined)
-    alone = _with_dims(rows.select(~several), joined.size.shape[1])
-    return Rows.concatenated([joined, alone]).in_order()
+        some, into = _join_neighbours(some, dim)
+        at = into[at]
+    some, into = _join_spaced(some)
+    at = into[at]
+    alone = _with_dims(rows.select(~several), some.size.shape[1])
+    part = np.empty(len(several), np.int64)
+    part[several], part[~several] = at, len(some) + np.arange(len(alone))
+    found, into = _sorted(Rows.concatenated([some, alone]))
+    return found, into[part[became]]
+
+
+def _sorted(rows: Rows) -> tuple[Rows, Ints]:
+    """Return the rows in order, and the place of each."""
+    order = rows.order()
+    return rows.select(order), _places(order)
+
+
+def _places(order: Ints, starts: Bools | None = None) -> Ints:
+    """Return the place of each row in this order; of its run, if runs begin at some places."""
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order)) if starts is None else np.cumsum(starts) - 1
+    return place
+
+
+def together(parts: Sequence[Rows]) -> Rows:
+    """Return the rows of all parts, in order; boxes have as many dimensions as those with most."""
+    dims = max(part.size.shape[1] for part in parts)
+    return Rows.concatenated([_with_dims(part, dims) for part in parts]).in_order()
 
 
 def _with_dims(rows: Rows, dims: int) -> Rows:
@@ -63,8 +97,11 @@ def _with_dims(rows: Rows, dims: int) -> Rows:
     )
 
 
-def _join_neighbours(rows: Rows, dim: int) -> Rows:
-    """Join boxes that are adjacent along one dimension in the canonical tensor and in both local tensors."""
+def _join_neighbours(rows: Rows, dim: int) -> tuple[Rows, Ints]:
+    """Join boxes that are adjacent along one dimension in the canonical tensor and in both local tensors.
+
+    Returns the rows, and the number of the row that each was joined into; so does `_join_spaced`.
+    """
     others = [d for d in range(rows.size.shape[1]) if d != dim]
     alike = hashed(
         [rows.owner, rows.tensor, rows.src_local, rows.dst_local, rows.src_stride, rows.dst_stride]
@@ -80,14 +117,15 @@ def _join_neighbours(rows: Rows, dim: int) -> Rows:
         & (np.diff(rows.dst_offset) == step * rows.dst_stride[:-1, dim])
     )
     if not joins.any():
-        return rows
-    first = np.flatnonzero(np.concatenate([[True], ~joins]))
+        return rows, _places(order)
+    starts = np.concatenate([[True], ~joins])
+    first = np.flatnonzero(starts)
     size = rows.size[first]
     size[:, dim] = np.add.reduceat(rows.size[:, dim], first)
-    return replace(rows.select(first), size=size)
+    return replace(rows.select(first), size=size), _places(order, starts)
 
 
-def _join_spaced(rows: Rows) -> Rows:
+def _join_spaced(rows: Rows) -> tuple[Rows, Ints]:
     """Turn runs of equal boxes, equally spaced in both local tensors, into one box with a new leading dimension."""
     alike = hashed(
         [rows.owner, rows.tensor, rows.src_local, rows.dst_local, rows.size, rows.src_stride, rows.dst_stride]
@@ -95,7 +133,7 @@ def _join_spaced(rows: Rows) -> Rows:
     order = np.lexsort((rows.dst_offset, alike))
     rows, alike = rows.select(order), alike[order]
     if len(alike) < 2 or not (alike[1:] == alike[:-1]).any():
-        return rows
+        return rows, _places(order)
     src_step = np.diff(rows.src_offset, prepend=0)
     dst_step = np.diff(rows.dst_offset, prepend=0)
     # a new run opens where the source offset falls, because strides must not be negative
@@ -110,11 +148,11 @@ def _join_spaced(rows: Rows) -> Rows:
     starts = turns & ((index - np.maximum.accumulate(np.where(begins, index, 0))) % 2 == 0)
     first = np.flatnonzero(starts)
     if len(first) == len(starts):
-        return rows
+        return rows, _places(order)
     count = np.diff(np.append(first, len(turns)))
     second = np.minimum(first + 1, len(turns) - 1)
-    joined = _with_dims(rows.select(first), rows.size.shape[1] + 1)
-    joined.size[:, 0] = count
-    joined.src_stride[:, 0] = np.where(count > 1, src_step[second], 0)
-    joined.dst_stride[:, 0] = np.where(count > 1, dst_step[second], 0)
-    return joined
+    found = _with_dims(rows.select(first), rows.size.shape[1] + 1)
+    found.size[:, 0] = count
+    found.src_stride[:, 0] = np.where(count > 1, src_step[second], 0)
+    found.dst_stride[:, 0] = np.where(count > 1, dst_step[second], 0)
+    return found, _places(order, starts)

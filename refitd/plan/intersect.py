@@ -19,10 +19,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refitd.plan.columns import Ints, distinct, hashed, numbered, offsets_of, ranges
+from refitd.plan.columns import Ints, distinct, numbered, offsets_of, ranges
 
-# what destinations need alike is not cut out if that makes more than so many times as many pieces
-MAX_CUTS = 16
+# What destinations need alike is not cut out if that makes more pieces of a tensor than so many times as many, and
+# more than a few.
+MAX_CUTS = 3
+FEW = 512
+# Nor if boxes overlap more others than that, on average.
+MAX_LAYERS = 16
+
+Corner = list[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +55,16 @@ def intersect(held_offset: Ints, held_size: Ints, want_offset: Ints, want_size: 
     """Return the cells of the held boxes and the wanted boxes' parts in them. Boxes of a side must be distinct."""
     cells = cut(held_offset, held_size)
     pieces = pieces_of(cells, want_offset, want_size)
-    return cells, _cut_alike(pieces) if len(_crossed(want_offset, want_size)) else pieces
+    alike = cut(want_offset, want_size, most=max(FEW, MAX_CUTS * len(pieces.want)))
+    if len(alike.box) == len(want_offset):
+        return cells, pieces
+    parts = pieces_of(cells, alike.offset, alike.size)
+    order = np.argsort(alike.cell, kind="stable")
+    start = offsets_of(alike.cell[order], len(alike.offset))
+    of, at = ranges(start[parts.want], np.diff(start)[parts.want])
+    if len(of) > max(FEW, MAX_CUTS * len(pieces.want)):
+        return cells, pieces
+    return cells, Pieces(alike.box[order[at]], parts.cell[of], parts.offset[of], parts.size[of])
 
 
 def overlapping(a_offset: Ints, a_size: Ints, b_offset: Ints, b_size: Ints) -> tuple[Ints, Ints]:
@@ -58,6 +73,18 @@ def overlapping(a_offset: Ints, a_size: Ints, b_offset: Ints, b_size: Ints) -> t
     if not len(a_offset) or not len(b_offset):
         return none, none
     dim = max(range(a_offset.shape[1]), key=lambda d: len(distinct(a_offset[:, d])))
+    found = [(none, none)]
+    # few long boxes would have many short ones compared with each other
+    length = np.frexp(a_size[:, dim].astype(np.float64))[1]
+    for each in distinct(length):
+        some = np.flatnonzero(length == each)
+        of, b = _overlapping_along(dim, a_offset[some], a_size[some], b_offset, b_size)
+        found.append((some[of], b))
+    a, b = (np.concatenate(column) for column in zip(*found, strict=True))
+    return a, b
+
+
+def _overlapping_along(dim: int, a_offset: Ints, a_size: Ints, b_offset: Ints, b_size: Ints) -> tuple[Ints, Ints]:
     order = np.argsort(a_offset[:, dim], kind="stable")
     starts = a_offset[order, dim]
     # boxes of a are sorted by start: none before the first running end beyond b's start can reach into b
@@ -66,65 +93,109 @@ def overlapping(a_offset: Ints, a_size: Ints, b_offset: Ints, b_size: Ints) -> t
     last = np.searchsorted(starts, b_offset[:, dim] + b_size[:, dim], side="left")
     b, position = ranges(first, np.maximum(last - first, 0))
     a = order[position]
-    shared = (a_offset[a] < b_offset[b] + b_size[b]) & (b_offset[b] < a_offset[a] + a_size[a])
-    keep = shared.all(axis=1)
-    return a[keep], b[keep]
+    for d in range(a_offset.shape[1]):
+        shared = (a_offset[a, d] < b_offset[b, d] + b_size[b, d]) & (b_offset[b, d] < a_offset[a, d] + a_size[a, d])
+        a, b = a[shared], b[shared]
+    return a, b
 
 
-def _cut_alike(pieces: Pieces) -> Pieces:
-    """Return the same elements in pieces that are equal or have no element in common; as they are if those are many."""
-    first, box = numbered(hashed([pieces.offset, pieces.size]))
-    offset, size = pieces.offset[first], pieces.size[first]
-    crossed = _crossed(offset, size)
-    count = np.ones(len(crossed))
-    for edges, begin, extent in zip(_edges(offset[crossed], size[crossed]), offset.T, size.T, strict=True):
-        count *= np.searchsorted(edges, (begin + extent)[crossed]) - np.searchsorted(edges, begin[crossed])
-    if count.sum() > MAX_CUTS * len(crossed):
-        return pieces
-    cells = cut(offset, size)
-    order = np.argsort(cells.box, kind="stable")
-    start = offsets_of(cells.box[order], len(first))
-    of, at = ranges(start[box], np.diff(start)[box])
-    cell = cells.cell[order[at]]
-    return Pieces(pieces.want[of], pieces.cell[of], cells.offset[cell], cells.size[cell])
+def cut(offset: Ints, size: Ints, most: int | None = None) -> Cells:
+    """Cut distinct boxes into disjoint cells; a box that overlaps no other is one cell.
 
+    Boxes that do not overlap are a layer. What a layer leaves out is cut into boxes, too, so that all layers are full,
+    and a cell is what a box of each has in common.
 
-def _crossed(offset: Ints, size: Ints) -> Ints:
-    """Return the distinct boxes that have an element in common with another one."""
+    Args:
+        offset: [boxes, D]
+        size: [boxes, D]
+        most: the boxes are returned as they are if each of them together would have more cells.
+    """
+    whole = Cells(offset, size, np.arange(len(offset)), np.arange(len(offset)))
     a, b = overlapping(offset, size, offset, size)
-    return distinct(a[a != b])
-
-
-def _edges(offset: Ints, size: Ints) -> list[Ints]:
-    """Return where boxes begin or end, for each dimension."""
-    return [distinct(np.concatenate([begin, begin + extent])) for begin, extent in zip(offset.T, size.T, strict=True)]
-
-
-def cut(offset: Ints, size: Ints) -> Cells:
-    """Cut distinct boxes into disjoint cells; a box that overlaps no other is one cell."""
-    crossed = _crossed(offset, size)
-    whole = np.setdiff1d(np.arange(len(offset)), crossed)
-    if not len(crossed):
-        return Cells(offset, size, whole, whole)
-    edges = _edges(offset[crossed], size[crossed])
-    numbers: dict[tuple[tuple[int, int], ...], int] = {}
-    boxes: list[int] = []
-    cells: list[int] = []
-    for box in crossed.tolist():
-        spans = []
-        for d, edge in enumerate(edges):
-            inside = edge[(edge >= offset[box, d]) & (edge <= offset[box, d] + size[box, d])].tolist()
-            spans.append([(low, high - low) for low, high in itertools.pairwise(inside)])
-        for cell in itertools.product(*spans):
-            boxes.append(box)
-            cells.append(len(whole) + numbers.setdefault(cell, len(numbers)))
-    made = np.array(list(numbers), np.int64).reshape(len(numbers), offset.shape[1], 2)
+    a, b = a[a < b], b[a < b]
+    if not len(a) or (most is not None and len(a) > most * MAX_LAYERS):
+        return whole
+    crossed = np.zeros(len(offset), bool)
+    crossed[a], crossed[b] = True, True
+    which, alone = np.flatnonzero(crossed), np.flatnonzero(~crossed)
+    layer = _layers(len(offset), a, b)[which]
+    low, high = offset[which].min(axis=0), (offset[which] + size[which]).max(axis=0)
+    cell_offset, cell_size = low[None], (high - low)[None]
+    for each in range(1 + int(layer.max())):
+        mine = which[layer == each]
+        full = _filled(offset[mine], size[mine], low, high)
+        parts = pieces_of(Cells(cell_offset, cell_size, mine, mine), *full)
+        cell_offset, cell_size = parts.offset, parts.size
+        if most is not None and len(cell_offset) > most:
+            return whole
+    cell, box = overlapping(cell_offset, cell_size, offset[which], size[which])
+    if most is not None and len(cell) > most:
+        return whole
+    first, number = numbered(cell)
+    used = cell[first]
     return Cells(
-        offset=np.concatenate([offset[whole], made[:, :, 0]]),
-        size=np.concatenate([size[whole], made[:, :, 1]]),
-        box=np.concatenate([whole, np.array(boxes, np.int64)]),
-        cell=np.concatenate([np.arange(len(whole)), np.array(cells, np.int64)]),
+        offset=np.concatenate([offset[alone], cell_offset[used]]),
+        size=np.concatenate([size[alone], cell_size[used]]),
+        box=np.concatenate([alone, which[box]]),
+        cell=np.concatenate([np.arange(len(alone)), len(alone) + number]),
     )
+
+
+def _layers(count: int, a: Ints, b: Ints) -> Ints:
+    """Return the first layer of each box in which it overlaps none before it, of pairs a < b of boxes that overlap."""
+    order = np.argsort(b, kind="stable")
+    before, start = a[order].tolist(), offsets_of(b[order], count).tolist()
+    layer = [0] * count
+    for box, (begin, end) in enumerate(itertools.pairwise(start)):
+        taken = {layer[other] for other in before[begin:end]}
+        layer[box] = next(i for i in range(len(taken) + 1) if i not in taken)
+    return np.array(layer, np.int64)
+
+
+def _filled(offset: Ints, size: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+    """Return boxes that have no element in common, and boxes of all other elements between two corners."""
+    if int(np.prod(size, axis=1).sum()) == int(np.prod(high - low)):
+        return offset, size
+    rest = np.array(_rest(offset.tolist(), (offset + size).tolist(), low.tolist(), high.tolist(), 0), np.int64)
+    rest = rest.reshape(len(rest), 2, offset.shape[1])
+    return np.concatenate([offset, rest[:, 0]]), np.concatenate([size, rest[:, 1] - rest[:, 0]])
+
+
+def _rest(low: list[Corner], high: list[Corner], begin: Corner, end: Corner, dim: int) -> list[tuple[Corner, Corner]]:
+    """Return (low, high) of boxes of what no box has between two corners; boxes differ from dimension `dim` on."""
+    if not low:
+        return [(begin, end)]
+    if dim == len(begin):
+        return []
+    edges = sorted({begin[dim], end[dim], *(corner[dim] for corner in (*low, *high))})
+    found: list[tuple[Corner, Corner]] = []
+    open_until: dict[tuple[object, ...], int] = {}
+    by_start = sorted(range(len(low)), key=lambda i: low[i][dim])
+    active: list[int] = []
+    at = 0
+    for start, stop in itertools.pairwise(edges):
+        while at < len(by_start) and low[by_start[at]][dim] <= start:
+            active.append(by_start[at])
+            at += 1
+        active = [i for i in active if high[i][dim] > start]
+        there = _rest(
+            [low[i] for i in active],
+            [high[i] for i in active],
+            [*begin[:dim], start, *begin[dim + 1 :]],
+            [*end[:dim], stop, *end[dim + 1 :]],
+            dim + 1,
+        )
+        still: dict[tuple[object, ...], int] = {}
+        for one, other in there:  # what continues the slab before is one box with it
+            key = (*one[:dim], *one[dim + 1 :], *other[:dim], *other[dim + 1 :])
+            if key in open_until:
+                still[key] = open_until[key]
+                found[still[key]] = (found[still[key]][0], other)
+            else:
+                still[key] = len(found)
+                found.append((one, other))
+        open_until = still
+    return found
 
 
 def pieces_of(cells: Cells, offset: Ints, size: Ints) -> Pieces:

@@ -40,11 +40,12 @@ class Holdings:
 
 @dataclass(frozen=True, eq=False)
 class WantedPieces:
-    """Pieces of destination classes, sorted by (class, set, needers, tensor, local, place)."""
+    """Pieces of destination classes, sorted by (class, set, needers, again, tensor, place in it)."""
 
     dst_class: Ints
     set: Ints
-    needers: Ints  # equal for pieces that the same destination classes need
+    needers: Ints  # equal for pieces that the same destination classes need, equally often
+    again: Ints  # how many pieces of the same elements the class has before this one
     box: Ints  # equal for pieces of the same elements
     spot: Ints  # (tensor, cell) as one number
     tensor: Ints
@@ -99,6 +100,7 @@ class _Patterns:
     want_cell: Ints
     want_offset: Ints
     want_size: Ints
+    want_place: Ints  # ascending with the place in the tensor
     is_lcm: Flags  # [patterns] whether LCM tiling matched its boxes; otherwise they are intersected
 
 
@@ -208,7 +210,10 @@ def _patterns(
     empty = {name: none.reshape(0, dims) for name in ("cell_offset", "cell_size", "want_offset", "want_size")}
     names = ("cell_offset", "cell_size", "held_key", "held_cell", "want_key", "want_cell", "want_offset", "want_size")
     joined = {name: np.concatenate([empty.get(name, none), *columns[name]]) for name in names}
-    return _Patterns(**joined, is_wanted=np.concatenate(wanted_cells), is_lcm=np.array(is_lcm, bool)), missing
+    place = np.empty(len(joined["want_cell"]), np.int64)
+    place[np.lexsort((*joined["want_size"].T[::-1], *joined["want_offset"].T[::-1]))] = np.arange(len(place))
+    flags = {"is_wanted": np.concatenate(wanted_cells), "is_lcm": np.array(is_lcm, bool)}
+    return _Patterns(**joined, want_place=place, **flags), missing
 
 
 def _holdings(
@@ -285,15 +290,21 @@ def _wanted_pieces(layouts: Layouts, wanted: _Tiles, pattern: Ints, patterns: _P
     group, local, layout_class = spots.set[spot], wanted.local[tile], wanted.layout_class[tile]
     size, shift = patterns.want_size[at], origin - patterns.cell_offset[cell]
     box = numbered(hashed([spot, size, shift]))[1]
-    classes = max(1, layouts.destination.classes)
-    needed = distinct(box * classes + layout_class)
-    needers = numbered(_sums(mixed(needed % classes), needed // classes, 1 + int(box.max(initial=-1))))[1][box]
-    order = np.lexsort((offset, local, tensor, needers, group, layout_class))
+    order = np.lexsort((offset, local, layout_class, box))
+    opens = np.append(True, (np.diff(box[order]) != 0) | (np.diff(layout_class[order]) != 0))[: len(order)]
+    again = np.empty(len(order), np.int64)
+    again[order] = ranges(np.zeros(int(opens.sum()), np.int64), np.diff(np.append(np.flatnonzero(opens), len(order))))[
+        1
+    ]
+    needed = _sums(mixed(layout_class[order]), box[order], 1 + int(box.max(initial=-1)))
+    needers = numbered(needed)[1][box]
+    order = np.lexsort((patterns.want_place[at], tensor, again, needers, group, layout_class))
     geometry = wanted.geometry[tile[order]]
     return WantedPieces(
         dst_class=layout_class[order],
         set=group[order],
         needers=needers[order],
+        again=again[order],
         box=box[order],
         spot=spot[order],
         tensor=tensor[order],

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from random import Random
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,15 +13,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from refitd.describe.layout import tiles_of
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
+from refitd.describe.tiles import Tile
+from refitd.plan import intersect
 from refitd.plan.build import plan_copies
 from refitd.plan.bundles import ONCE
 from refitd.plan.cables import EQUAL, Cables
 from refitd.plan.relays import Relays
-from refitd.plan.routes import routes_of
+from refitd.plan.routes import Routes, routes_of
 from refitd.plan.table import CopyTable, CrossingTable
 from refitd.testing import oracle
+from tests.property.layouts import random_fleet, random_side
+from tests.support.layouts import meta
 
 SHAPES = {"a": (12, 12), "b": (24,), "c": (2, 12, 12)}
 
@@ -110,21 +118,23 @@ def elements(crossing: CopyTable, i: int) -> list[int]:
     return (int(crossing.src_offset[i]) + crossing.src_stride[i] @ box).tolist()
 
 
-def check_once(crossing: CopyTable, rosters: list[Roster], node_of: dict[int, str]) -> None:
+def check_once(
+    crossing: CopyTable, rosters: list[Roster], node_of: dict[int, str], shapes: dict[str, tuple[int, ...]]
+) -> None:
     """See that no rank sends a byte to a node twice, and that hardly any crosses twice from several ranks."""
-    whole = {name: np.arange(np.prod(shape)).reshape(shape) for name, shape in SHAPES.items()}
+    whole = oracle.canonical_tensors(shapes)
     canonical = {(r.rank, m.name): oracle.local_tensor(m, r.rank, whole) for r in rosters for m in r.source}
-    sent: Counter[tuple[str, int, str, int]] = Counter()
-    needed: set[tuple[str, str, int]] = set()
+    sent: Counter[tuple[str, int, int]] = Counter()
+    needed: set[tuple[str, int]] = set()
     for i in range(len(crossing)):
         src, name, node = (
             int(crossing.src_rank[i]),
             crossing.locals[crossing.src_local[i]],
             node_of[crossing.dst_rank[i]],
         )
-        for element in elements(crossing, i):
-            sent[node, src, name, element] += 1
-            needed.add((node, name, int(canonical[src, name].reshape(-1)[element])))
+        for element in canonical[src, name].reshape(-1)[elements(crossing, i)].tolist():
+            sent[node, src, element] += 1
+            needed.add((node, element))
     assert set(sent.values()) <= {1}, "a rank sends a byte to a node twice"
     assert ONCE * sent.total() <= len(needed), "a byte crosses to a node from several ranks"
 
@@ -140,25 +150,76 @@ def test_every_rank_gets_its_slices(fleet: tuple[list[Roster], dict[int, str], C
     routes = routes_of(plan.shared, node_of, least_bytes=0, cables=cables)
     crossing = routes_of(plan.shared, node_of, may_relay=False).crossing.table.whole()
     rows, relays, onward = routes.crossing.table.whole(), routes.relays, routes.onward.table.whole()
-    inner = routes.inner.table.whole()
-    assert len(inner) == (~crosses).sum() and sum(routes.links.values()) == rows.total_bytes
+    assert len(routes.inner.table.whole()) == (~crosses).sum() and sum(routes.links.values()) == rows.total_bytes
     check_paths(rows, relays, crossing, node_of)
     assert relays.seconds <= relays.direct_seconds
     rows = CrossingTable.from_wire(rows.with_own_names().to_wire())
     assert len(crossing) + len(onward) == crosses.sum()
-    check_once(crossing, rosters, node_of)
-    whole = oracle.canonical_tensors(SHAPES)
+    check_once(crossing, rosters, node_of, SHAPES)
+    for src, dst in zip(onward.src_rank.tolist(), onward.dst_rank.tolist(), strict=True):
+        assert node_of[src] == node_of[dst] and src != dst
+    check_written(routes, rosters, SHAPES)
+
+
+def check_written(routes: Routes, rosters: list[Roster], shapes: dict[str, tuple[int, ...]]) -> None:
+    """See that every rank has its slices once all has been copied where it runs."""
+    inner, rows, onward = (each.table.whole() for each in (routes.inner, routes.crossing, routes.onward))
+    whole = oracle.canonical_tensors(shapes)
     sources = {(r.rank, m.name): oracle.local_tensor(m, r.rank, whole) for r in rosters for m in r.source}
     wanted = {(r.rank, m.name): oracle.local_tensor(m, r.rank, whole) for r in rosters for m in r.destination}
     written = {key: np.full(value.shape, -1, value.dtype) for key, value in wanted.items()}
     perform(inner, sources, written)
     for hop in range(int(rows.hop.max(initial=0)) + 1):
         perform(rows.select(rows.hop == hop), written if hop else sources, written)
-    for src, dst in zip(onward.src_rank.tolist(), onward.dst_rank.tolist(), strict=True):
-        assert node_of[src] == node_of[dst] and src != dst
     perform(onward, written, written)
     for key, value in wanted.items():
         np.testing.assert_array_equal(written[key], value, err_msg=str(key))
+
+
+def with_more(rng: Random, roster: Roster, shapes: dict[str, tuple[int, ...]], node: str) -> Roster:
+    """Return the roster on a node; it may want tensors once more, which lie otherwise there."""
+    more = []
+    for m in roster.destination:
+        if rng.random() < 0.3:
+            again = random_side(rng, m.name, shapes[m.name], [roster.rank])[roster.rank]
+            tiles = tuple(tiles_of(again))
+            more.append(
+                replace(meta(f"{m.name} again", again.shape), tiles=tiles, global_shape=shapes[m.name], fill=0.0)
+            )
+    return replace(roster, destination=[*roster.destination, *more], node=node)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_whatever_is_cut_in_whatever_way_and_wanted_however_often_crosses_once(rng: Random) -> None:
+    fleet = random_fleet(rng)
+    nodes = rng.randint(1, 4)
+    rosters = [with_more(rng, roster, fleet.shapes, f"n{rng.randrange(nodes)}") for roster in fleet.rosters]
+    node_of = {roster.rank: roster.node for roster in rosters}
+    with mock.patch.object(intersect, "FEW", 1 << 20):
+        plan = plan_copies(rosters)
+        assert plan.digest == plan_copies(rosters[::-1]).digest
+    oracle.check(plan.table, rosters, fleet.shapes, plan.fills)
+    check_once(routes_of(plan.shared, node_of, may_relay=False).crossing.table.whole(), rosters, node_of, fleet.shapes)
+    check_written(routes_of(plan.shared, node_of, least_bytes=0), rosters, fleet.shapes)
+
+
+def test_what_one_engine_holds_in_a_row_and_another_in_pieces_crosses_once() -> None:
+    """They could not be joined alike: the rows of one were longer than those of the other, and both crossed."""
+    pieces = tuple(Tile("w", (4 * i, 0), (4, 8), 32 * at, (8, 1)) for i, at in enumerate((2, 0, 1)))
+    rosters = [
+        *(Roster(rank, source=[meta("w", (12, 8), rank)], node="t") for rank in range(2)),
+        Roster(
+            2,
+            (),
+            [meta("w", (12, 8), 2), meta("w, twice", (4, 8), 2, tiles=(Tile("w", (8, 0), (4, 8), 0, (8, 1)),))],
+            "e",
+        ),
+        Roster(3, (), [meta("w", (96,), 3, tiles=pieces)], "e"),
+    ]
+    plan = plan_copies(rosters)
+    assert routes_of(plan.shared, {roster.rank: roster.node for roster in rosters}).links == {("t", "e"): 12 * 8 * 2}
+    oracle.check(plan.table, rosters, {"w": (12, 8)})
 
 
 def test_tensors_whose_numbers_and_sizes_lie_in_line_cross_once() -> None:

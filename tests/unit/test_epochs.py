@@ -98,6 +98,11 @@ def test_workers_of_a_fleet_load_what_their_first_epoch_needs_before_there_is_on
         epochs.tick()
     assert out == [ToWorker(worker, sidecar.WarmUp(service="gloo")) for worker in (0, 2)]
     epochs.worker_gone(1, "worker 1 on node n0", "it died")
+    for _ in range(WARM_UP_TICKS - 1):
+        epochs.tick()
+    assert len(out) == 2, "what it is given again comes first"
+    for _ in range(3):
+        epochs.tick()
     assert out[2:] == [ToWorker(1, sidecar.WarmUp(service="gloo"))]
 
 

@@ -148,6 +148,34 @@ def test_a_rank_that_answers_late_flips_with_the_others_if_it_has_not_passed_the
         assert steps.due(ranks, now=9.0) == [CommitAtStep("s", ranks[1], 42)]
 
 
+@pytest.mark.parametrize("flipped", [True, False])
+def test_a_rank_that_answers_when_the_others_have_flipped_flips_in_their_poll_or_is_named(flipped: bool) -> None:
+    steps, ranks = FlipSteps(), [rank(0), rank(1), rank(2)]
+    steps.reached("s", ranks[0], Reached(41, "before"), now=0.0)
+    assert polls(steps.due(ranks, now=MISSING_S)) == {0: 42}
+    if flipped:
+        ranks[0].staged = None
+        assert steps.due(ranks, now=4.0) == []
+    steps.reached("s", ranks[1], Reached(40, "before"), now=9.0)
+    assert steps.due(ranks, now=9.0) == [CommitAtStep("s", ranks[1], 42)]
+    steps.reached("s", ranks[2], Reached(42, "before"), now=9.0)
+    (told,) = steps.due(ranks, now=99.0)
+    assert isinstance(told, CommitAtStep) and told.step == 43 and "after the others" in told.apart
+    for one in ranks:
+        one.staged = None
+    assert steps.due(ranks, now=99.0) == [] and not steps._waiting
+
+
+def test_a_late_rank_shares_no_poll_with_ranks_that_were_told_several() -> None:
+    steps, ranks = FlipSteps(), [rank(number, world=3) for number in range(3)]
+    for one, count in zip(ranks, (41, 3), strict=False):
+        steps.reached("s", one, Reached(count, "before", "poll"), now=0.0)
+    assert polls(steps.due(ranks, now=MISSING_S)) == {0: 41, 1: 3}
+    steps.reached("s", ranks[2], Reached(2, "before"), now=9.0)
+    (told,) = steps.due(ranks, now=9.0)
+    assert isinstance(told, CommitAtStep) and "after the others" in told.apart
+
+
 @given(
     st.integers(0, 60), st.sampled_from(["", "poll", "wait"]), st.sampled_from(["", "before", "other", CALLERS_STEP])
 )

@@ -111,7 +111,7 @@ def test_padding_of_an_alias_is_filled() -> None:
 def test_an_alias_inside_a_fused_tensor_is_fed() -> None:
     tiles = (Tile(EMBEDDING, (0,), (3,), 0, (1,)), Tile(OUTPUT, (0,), (3,), 3, (1,)))
     found = [Roster(0, [meta(EMBEDDING, (3,), 0, aliases=(OUTPUT,))]), Roster(1, (), [meta("both", (6,), tiles=tiles)])]
-    assert copies(found) == [(EMBEDDING, EMBEDDING, "both", 0)]  # one row, which reads its source twice
+    assert copies(found) == [(EMBEDDING, EMBEDDING, "both", 0), (EMBEDDING, EMBEDDING, "both", 3)]
     ops = plan_reshard(found)[1].recv_ops
     assert [(op.my_slice, op.peer_slice) for op in ops] == [
         ((slice(0, 3),), (slice(0, 3),)),

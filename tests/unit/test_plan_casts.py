@@ -116,7 +116,7 @@ def test_casts_and_aliases_and_tiles_go_together() -> None:
     held = meta("a", (3,), 0, dtype="float32", element_size=4, aliases=("b",))
     found = [Roster(0, [held]), Roster(1, (), [meta("ab", (6,), 1, tiles=tiles, cast_from="float32")])]
     plan = plan_copies(found)
-    assert plan.table.cast.tolist() == [1] and violations(plan, found) == []
+    assert plan.table.cast.tolist() == [1, 1] and violations(plan, found) == []
 
 
 def test_casts_survive_the_wire_and_compaction() -> None:
