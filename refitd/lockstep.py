@@ -72,7 +72,8 @@ def meeting_late(where: Reached, told: Mapping[str, int]) -> int | None:
         or (where.stands == "wait" and where.earliest < point)
     ):
         return None
-    return point if where.origin == CALLERS_STEP or point - where.step <= LOCKSTEP else None
+    # those that were told have begun the step before
+    return point if where.origin == CALLERS_STEP or point - 1 - where.step <= LOCKSTEP else None
 
 
 def in_turn(said: Mapping[str, Reached]) -> bool:

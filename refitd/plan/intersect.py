@@ -129,7 +129,7 @@ def cut(offset: Ints, size: Ints, most: int | None = None) -> Cells:
         if most is not None and len(cell_offset) > most:
             return whole
     cell, box = overlapping(cell_offset, cell_size, offset[which], size[which])
-    if most is not None and len(cell) > most:
+    if most is not None and len(alone) + len(cell) > most:
         return whole
     first, number = numbered(cell)
     used = cell[first]

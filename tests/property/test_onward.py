@@ -120,8 +120,8 @@ def elements(crossing: CopyTable, i: int) -> list[int]:
 
 def check_once(
     crossing: CopyTable, rosters: list[Roster], node_of: dict[int, str], shapes: dict[str, tuple[int, ...]]
-) -> None:
-    """See that no rank sends a byte to a node twice, and that hardly any crosses twice from several ranks."""
+) -> Counter[tuple[str, int, int]]:
+    """See that hardly any byte crosses to a node twice. Returns how often each rank sends each element to each node."""
     whole = oracle.canonical_tensors(shapes)
     canonical = {(r.rank, m.name): oracle.local_tensor(m, r.rank, whole) for r in rosters for m in r.source}
     sent: Counter[tuple[str, int, int]] = Counter()
@@ -135,8 +135,8 @@ def check_once(
         for element in canonical[src, name].reshape(-1)[elements(crossing, i)].tolist():
             sent[node, src, element] += 1
             needed.add((node, element))
-    assert set(sent.values()) <= {1}, "a rank sends a byte to a node twice"
-    assert ONCE * sent.total() <= len(needed), "a byte crosses to a node from several ranks"
+    assert ONCE * sent.total() <= len(needed), "bytes cross to a node twice"
+    return sent
 
 
 @settings(max_examples=60, deadline=None)
@@ -155,7 +155,8 @@ def test_every_rank_gets_its_slices(fleet: tuple[list[Roster], dict[int, str], C
     assert relays.seconds <= relays.direct_seconds
     rows = CrossingTable.from_wire(rows.with_own_names().to_wire())
     assert len(crossing) + len(onward) == crosses.sum()
-    check_once(crossing, rosters, node_of, SHAPES)
+    sent = check_once(crossing, rosters, node_of, SHAPES)
+    assert set(sent.values()) <= {1}, "a rank sends a byte to a node twice"
     for src, dst in zip(onward.src_rank.tolist(), onward.dst_rank.tolist(), strict=True):
         assert node_of[src] == node_of[dst] and src != dst
     check_written(routes, rosters, SHAPES)
@@ -184,7 +185,7 @@ def with_more(rng: Random, roster: Roster, shapes: dict[str, tuple[int, ...]], n
             again = random_side(rng, m.name, shapes[m.name], [roster.rank])[roster.rank]
             tiles = tuple(tiles_of(again))
             more.append(
-                replace(meta(f"{m.name} again", again.shape), tiles=tiles, global_shape=shapes[m.name], fill=0.0)
+                replace(meta(f"{m.name} again", again.shape), tiles=tiles, global_shape=shapes[m.name], fill=again.fill)
             )
     return replace(roster, destination=[*roster.destination, *more], node=node)
 

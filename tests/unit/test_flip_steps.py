@@ -9,7 +9,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from refitd.client.steps import PollSteps
 from refitd.coordinator.steps import MISSING_S, PATIENCE_S, ROUNDS, CommitAtStep, FlipSteps, Pass
@@ -176,6 +176,8 @@ def test_a_late_rank_shares_no_poll_with_ranks_that_were_told_several() -> None:
     assert isinstance(told, CommitAtStep) and "after the others" in told.apart
 
 
+@example(42 - LOCKSTEP, "", "before")
+@example(41 - LOCKSTEP, "", "before")
 @given(
     st.integers(0, 60), st.sampled_from(["", "poll", "wait"]), st.sampled_from(["", "before", "other", CALLERS_STEP])
 )
