@@ -229,6 +229,8 @@ def test_ranks_that_are_not_read_do_not_end_a_swap_by_publishing_on(start_daemon
             target.wait(59, 60)
         reads = {pair.source for pair in engine.plan("m").pairs}
         assert len(reads) == 1
-        for swap in engine.history("m", 200).swaps:  # the rank that is read may be too fast for a busy machine
-            assert swap.state == "committed" or next(iter(reads)) in swap.reason, swap
+        # the rank that is read may be too fast for a busy machine, and any until all have been compared once
+        too_fast = (next(iter(reads)), "comparing the sources")
+        for swap in engine.history("m", 200).swaps:
+            assert swap.state == "committed" or any(who in swap.reason for who in too_fast), swap
         assert live["w"].unique().tolist() == [59.0]
