@@ -38,6 +38,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
         "vllm.config": {"VllmConfig": Info, "set_current_vllm_config": contextlib.nullcontext},
         "vllm.config.weight_transfer": {"WeightTransferConfig": Info},
         "vllm.distributed": {},
+        "vllm.distributed.device_communicators": {"shm_broadcast": SimpleNamespace(sched_yield=None)},
         "vllm.distributed.weight_transfer": {},
         "vllm.distributed.weight_transfer.base": {
             "WeightTransferEngine": Base,

@@ -24,7 +24,7 @@ import refitd
 from refitd.adapters.engine_checks import Offered, check_covered, check_shapes
 from refitd.adapters.engine_memory import adopt
 from refitd.adapters.vllm.lora import HeldAdapter
-from refitd.adapters.vllm.seams import check_version, is_one_of_many
+from refitd.adapters.vllm.seams import check_version, is_one_of_many, rest_between_looks
 
 log = logging.getLogger("refitd.vllm")
 
@@ -88,6 +88,8 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         check_version()
+        if device.type == "cpu":
+            rest_between_looks()
         self._lock = threading.Lock()  # a forward pass, or a commit
         self._steps = 0
         self._client: refitd.Client | None = None
