@@ -14,5 +14,5 @@ class Said:
     def say(self, level: int, text: str) -> None:
         """Write a line, unless it was the last one."""
         if text != self._last:
-            self._log.log(level, "%s", text)
+            self._log.log(level, "%s", text, stacklevel=2)
         self._last = text
