@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import refitd
 
-STEPS_A_VERSION, BATCH, LENGTH = 4, 32, 16
+BATCH, LENGTH = 32, 16
 
 
 def following(start: int, length: int) -> list[int]:
@@ -32,7 +32,7 @@ def main() -> None:
     """Train, publish, swap; rank 0 prints each version and its loss. Everything runs on the CPU here."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", help="the checkpoint that the servers were started with; 64 tokens or more")
-    parser.add_argument("--versions", type=int, default=12)
+    parser.add_argument("--versions", type=int, default=16)
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -50,13 +50,12 @@ def main() -> None:
         source = client.register_source("policy", model, rank=rank, world_size=world_size, cast="bfloat16")
         first = source.next_version
         for version in range(first, first + options.versions):
-            for _ in range(STEPS_A_VERSION):
-                start = torch.randint(1, 60, (BATCH,), generator=generator).tolist()
-                tokens = torch.tensor([following(one, LENGTH) for one in start])
-                loss = model(tokens, labels=tokens).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            start = torch.randint(1, 60, (BATCH,), generator=generator).tolist()
+            tokens = torch.tensor([following(one, LENGTH) for one in start])
+            loss = model(tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
             model.reshard()  # an evaluation without a backward pass would leave the root module gathered
             source.publish(version)
             dist.barrier()

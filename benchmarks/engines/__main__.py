@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,13 @@ def main() -> int:
     """Run the cases one after the other, each in processes of its own."""
     parser = argparse.ArgumentParser(prog="scripts/try-engines", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="tiny models, few rounds, no results are kept")
-    parser.add_argument("--only", default="*", help="cases whose names (llama-tp2-follow) match this pattern")
+    parser.add_argument("--only", default="*", help="cases whose names match ('llama-tp2*'), or begin so ('llama TP2')")
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     options = parser.parse_args()
     found, failed = [], []
     size, rounds = ("tiny", 3) if options.quick else ("246MB", 5)
     cases = _cases(size, rounds)
-    chosen = fnmatch.filter(cases, options.only)
+    chosen = _chosen(cases, options.only)
     if not chosen:
         parser.error(f"--only {options.only}: no case matches; cases: {', '.join(cases)}")
     for name in chosen:
@@ -99,6 +100,12 @@ def main() -> int:
     if failed or wrong:
         print(f"failed: {failed}; weights differ: {wrong}", file=sys.stderr)
     return 1 if failed or wrong else 0
+
+
+def _chosen(cases: Iterable[str], asked: str) -> list[str]:
+    """Return the cases whose names match a pattern, or else begin with it; a table's row begins like its case."""
+    pattern = asked.lower().replace(",", "").replace(" ", "-")
+    return fnmatch.filter(cases, pattern) or fnmatch.filter(cases, f"{pattern}*")
 
 
 def _code() -> str:

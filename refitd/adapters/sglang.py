@@ -23,6 +23,7 @@ import torch
 import refitd
 from refitd.adapters.driving import swap_and_drive
 from refitd.adapters.engine_checks import Offered, check_covered, check_shapes
+from refitd.adapters.said import Said
 
 log = logging.getLogger("refitd.sglang")
 
@@ -228,7 +229,7 @@ class Follower:
         self._steps = 0  # from the process's start: the same on all ranks
         self._engine: SchedulerRank | None = None
         self._target: refitd.Target | None = None
-        self._next_try, self._refused = float("-inf"), ""
+        self._next_try, self._said = float("-inf"), Said(log)
 
     def before_batch(self, scheduler: Any, *_: Any, **__: Any) -> None:
         """Commit what is pending; CommitError ends the scheduler, whose weights are parts of two versions."""
@@ -247,16 +248,17 @@ class Follower:
             if self._target is None:
                 self._target = self._bound(scheduler)
             if self._target is not None:
+                self._said = Said(log)
                 self._target.poll(step=step, begin=begin)
                 return
         except refitd.CommitError:
             raise
         except refitd.TransportError as exc:  # PeerLost is one
-            log.warning("refitd: no daemon at present: %s; this engine serves what it has", exc)
+            self._said.say(logging.WARNING, f"refitd: {exc}; this engine serves what it has, and tries again")
         except refitd.RefitdError as exc:
-            if str(exc) != self._refused:
-                log.error("refitd: this engine is not refitted: %s; it serves what it has, and tries again", exc)
-            self._refused, pause_s = str(exc), REFUSED_AGAIN_S
+            text = f"refitd: this engine is not refitted: {exc}; it serves what it has, and tries again"
+            self._said.say(logging.ERROR, text)
+            pause_s = REFUSED_AGAIN_S
         self._target, self._next_try = None, time.monotonic() + pause_s
         if self._engine is not None:
             self._engine.let_go()  # evicted, say: it has to register anew

@@ -14,6 +14,7 @@ from benchmarks import machine, models, swap_report
 from benchmarks import mxfp8 as mxfp8_benchmark
 from benchmarks import plan as plan_benchmark
 from benchmarks import swap as swap_benchmark
+from benchmarks.engines.__main__ import _cases, _chosen
 from benchmarks.swap_case import CHECKPOINT, SLOW, SLOW_ROUNDS, Case
 from benchmarks.swap_model import Layout, Tensor, experts, held, llama_like, traffic
 from refitd.describe.layout import elements
@@ -307,3 +308,11 @@ def test_mxfp8_results_say_what_was_left_out_and_what_was_aimed_at():
     text = mxfp8_benchmark.markdown({"machine": machine.describe(), "sections": [section]})
     assert "## Conversion" in text and "Left out: torchao." in text and "Aim: 1.5 GB/s." in text
     assert "| way | median s | GB/s | memcpys |" in text and "| memcpy | 1 | 2 | 1 |" in text
+
+
+def test_a_part_of_the_engines_is_chosen_by_a_pattern_or_by_how_their_rows_begin():
+    cases = _cases("tiny", 3)
+    assert _chosen(cases, "*") == [*cases]
+    assert _chosen(cases, "llama-tp2-*") == _chosen(cases, "llama TP2") == ["llama-tp2-driven", "llama-tp2-follow"]
+    assert _chosen(cases, "llama TP1, follow") == ["llama-tp1-follow"] and _chosen(cases, "minilm") == ["minilm"]
+    assert not _chosen(cases, "gpt")

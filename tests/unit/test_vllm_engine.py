@@ -38,6 +38,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
         "vllm.config": {"VllmConfig": Info, "set_current_vllm_config": contextlib.nullcontext},
         "vllm.config.weight_transfer": {"WeightTransferConfig": Info},
         "vllm.distributed": {},
+        "vllm.distributed.device_communicators": {"shm_broadcast": SimpleNamespace(sched_yield=None)},
         "vllm.distributed.weight_transfer": {},
         "vllm.distributed.weight_transfer.base": {
             "WeightTransferEngine": Base,
@@ -125,6 +126,38 @@ def test_an_engine_that_is_refused_tries_again(
     assert registered.is_set() and len(tries) == 4
     said = [record.getMessage() for record in caplog.records if "not refitted" in record.getMessage()]
     assert said == ["refitd: this engine is not refitted: replica 'a' is taken; it serves what it has, and tries again"]
+
+
+def test_an_engine_that_waits_says_each_reason_once_in_vllms_log(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may wait for days, and tries every 2 s. vLLM shows what its own loggers say, and their INFO."""
+    monkeypatch.setattr(engine, "TRY_AGAIN_S", 0.0)
+    one = made(engine)
+    tries = iter(
+        [
+            *[refitd.PeerLost("no refitd daemon is running in /run/x")] * 3,
+            *[refitd.DeadlineExceeded("model 'policy': no tensors are offered; registered models: actor")] * 3,
+            None,
+            refitd.PeerLost("no refitd daemon is running in /run/x"),
+        ]
+    )
+
+    def bind(info: Any) -> None:
+        found = next(tries, StopIteration)
+        if found is StopIteration:
+            one._stopped.set()
+        elif found is not None:
+            raise found
+
+    monkeypatch.setattr(one, "_bind", bind)
+    monkeypatch.setattr(one, "_commit_when_idle", lambda: None)
+    with caplog.at_level(logging.INFO):
+        one._run(None)
+    assert {record.name for record in caplog.records} == {"vllm.refitd"}
+    lost = "refitd: no refitd daemon is running in /run/x; this engine serves what it has, and tries again"
+    waits = "refitd: waiting for a trainer: model 'policy': no tensors are offered; registered models: actor"
+    assert [record.getMessage() for record in caplog.records] == [lost, waits, lost]
 
 
 def test_a_quantised_engine_is_refused_by_the_weights_name_and_with_what_remains(engine: Any) -> None:

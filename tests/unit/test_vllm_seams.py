@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 
@@ -57,6 +58,25 @@ def test_calls_that_compute_nothing_are_no_steps() -> None:
         assert len(steps) == count
     assert forward(worker) == "done" and len(steps) == 3  # a dummy batch is computed with the others
     assert forward(SimpleNamespace(weight_transfer_engine=None)) == "done"
+
+
+def test_only_engines_of_refitd_on_cpus_rest_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    queues = SimpleNamespace(sched_yield="vLLM's")
+    stand_in(monkeypatch, "vllm.distributed.device_communicators", shm_broadcast=queues)
+    start = seams._resting(lambda self: "started")
+
+    def executor(backend: str | None, device: str) -> SimpleNamespace:
+        transfer = None if backend is None else SimpleNamespace(backend=backend)
+        return SimpleNamespace(
+            vllm_config=SimpleNamespace(
+                weight_transfer_config=transfer, device_config=SimpleNamespace(device_type=device)
+            )
+        )
+
+    for others in (executor(None, "cpu"), executor("nccl", "cpu"), executor("refitd", "cuda")):
+        assert start(others) == "started" and queues.sched_yield == "vLLM's"
+    assert start(executor("refitd", "cpu")) == "started"
+    assert queues.sched_yield.func is time.sleep and queues.sched_yield.args[0] > 0  # sleeping lets others run
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -23,10 +23,12 @@ from vllm.distributed.weight_transfer.base import (
 import refitd
 from refitd.adapters.engine_checks import Offered, check_covered, check_shapes
 from refitd.adapters.engine_memory import adopt
+from refitd.adapters.said import Said
 from refitd.adapters.vllm.lora import HeldAdapter
-from refitd.adapters.vllm.seams import check_version, is_one_of_many
+from refitd.adapters.vllm.seams import check_version, is_one_of_many, rest_between_looks
 
-log = logging.getLogger("refitd.vllm")
+# vLLM writes its own loggers' lines, with its level and its prefixes; of others Python writes warnings alone
+log = logging.getLogger("vllm.refitd")
 
 # How long an engine that follows by itself waits between two tries to find its trainer, after a refusal (another
 # trainer may come, and the engine that has its name may go), and to find an idle moment; and how often it looks whether
@@ -88,6 +90,8 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         check_version()
+        if device.type == "cpu":
+            rest_between_looks()
         self._lock = threading.Lock()  # a forward pass, or a commit
         self._steps = 0
         self._client: refitd.Client | None = None
@@ -183,25 +187,26 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
 
     def _run(self, info: RefitdInitInfo) -> None:
         """Register once there is a trainer, and commit while no forward pass comes by."""
-        refused = ""
+        said = Said(log)
         while not self._stopped.is_set():
             pause_s = TRY_AGAIN_S
             try:
                 if self._target is None:
                     self._bind(info)
+                    said = Said(log)
                 self._commit_when_idle()
             except refitd.DeadlineExceeded as exc:
-                log.info("refitd: waiting for a trainer of %r: %s", info.model, exc)
+                said.say(logging.INFO, f"refitd: waiting for a trainer: {exc}")
             except refitd.TransportError as exc:  # PeerLost is one
-                log.warning("refitd: no daemon at present: %s; this engine serves what it has", exc)
+                said.say(logging.WARNING, f"refitd: {exc}; this engine serves what it has, and tries again")
                 self._let_go()
             except refitd.CommitError as exc:
                 log.error("refitd: %s", exc)
                 self._torn = str(exc)  # until a version has been taken over whole
             except refitd.RefitdError as exc:
-                if str(exc) != refused:
-                    log.error("refitd: this engine is not refitted: %s; it serves what it has, and tries again", exc)
-                refused, pause_s = str(exc), REFUSED_AGAIN_S
+                text = f"refitd: this engine is not refitted: {exc}; it serves what it has, and tries again"
+                said.say(logging.ERROR, text)
+                pause_s = REFUSED_AGAIN_S
                 if self._target is not None:
                     self._let_go()  # evicted, say: it has to register anew
             self._stopped.wait(pause_s)

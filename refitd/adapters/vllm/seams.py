@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     import torch
 
 TESTED = ("0.32.",)
+
+# How long a process of an engine on CPUs sleeps between two looks for the next message.
+REST_S = 10e-6
 
 
 def check_version() -> None:
@@ -34,13 +38,27 @@ def open_seams() -> None:
     """Have each worker pass by its weight transfer engine before a forward pass, and keep weights where they are."""
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager as WorkerLoRAManager
     from vllm.model_executor.layers import utils
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
     from vllm.v1.worker.gpu_worker import Worker
 
     Worker.execute_model = _before(Worker.execute_model)
     Worker.execute_dummy_batch = _before(Worker.execute_dummy_batch)
     utils.dispatch_cpu_unquantized_gemm = _unpacked(utils.dispatch_cpu_unquantized_gemm)
     unpacked_experts.keep()
+    MultiprocExecutor._init_executor = _resting(MultiprocExecutor._init_executor)
     WorkerLoRAManager.create_lora_manager = _found_again(WorkerLoRAManager.create_lora_manager)
+
+
+def rest_between_looks() -> None:
+    """Have this process sleep between two looks for a message; called in each process of an engine on CPUs.
+
+    vLLM's workers and their executor look for a second after each message, and call `sched_yield` in between. Where
+    processors are few, Linux 6.18 then gives next to nothing to processes of other sessions, trainers and daemons among
+    them (docs/vllm.md).
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = functools.partial(time.sleep, REST_S)
 
 
 def lora_manager_of(model: torch.nn.Module) -> Any:
@@ -96,6 +114,19 @@ def _before(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
 
     return forward
+
+
+def _resting(init: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an executor's start after which engines that refitd refits on CPUs leave time to other processes."""
+
+    @functools.wraps(init)
+    def started(self: Any) -> Any:
+        config = self.vllm_config.weight_transfer_config
+        if config is not None and config.backend == "refitd" and self.vllm_config.device_config.device_type == "cpu":
+            rest_between_looks()
+        return init(self)
+
+    return started
 
 
 def _unpacked(dispatch: Callable[..., Any]) -> Callable[..., Any]:
