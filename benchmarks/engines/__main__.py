@@ -60,6 +60,7 @@ COLUMNS = (
     ("refitd, of the fastest native way", "of_native"),
     ("back s", "back_s"),
     ("load", "load"),
+    ("cpu", "cpu"),
     ("code", "code"),
 )
 NATIVE = ("gloo_s", "disk_s", "pickled_s")
@@ -118,10 +119,13 @@ def _keep(found: list[dict[str, Any]], learned: list[dict[str, Any]], *, is_whol
     """Write the results; after a part of the cases, with what was found before of the others."""
     file = RESULTS / "engines.json"
     is_first = is_whole or not file.exists()
-    before = {"engines": [], "learned": []} if is_first else json.loads(file.read_text())
-    rows = {row["engine"]: row for row in [*before["engines"], *found]}
+    about = describe()
+    before = {"machine": about, "engines": [], "learned": []} if is_first else json.loads(file.read_text())
+    earlier = {"cpu": before["machine"]["cpu"]}  # of rows that do not say it
+    rows = {row["engine"]: earlier | row for row in before["engines"]}
+    rows |= {row["engine"]: {**row, "cpu": about["cpu"]} for row in found}
     shapes = {row["model"]: row for row in [*before["learned"], *learned]}
-    kept = {"machine": describe(), "engines": [*rows.values()], "learned": [*shapes.values()]}
+    kept = {"machine": about, "engines": [*rows.values()], "learned": [*shapes.values()]}
     file.write_text(json.dumps(kept, indent=1) + "\n")
     (RESULTS / "engines.md").write_text(_page(_table(kept["engines"]), kept["engines"], kept["learned"]))
 
@@ -186,8 +190,8 @@ def _page(table: str, found: list[dict[str, Any]], learned: list[dict[str, Any]]
     )
     return f"""# Real engines
 
-`scripts/try-engines` on {machine["cpu"]}, {machine["cores"]} cores, kernel {machine["kernel"]}; vLLM {first["vllm"]}
-on the CPU, torch {machine["packages"].get("torch")}. The trainer is FSDP2 on two ranks in float32, the engine holds
+`scripts/try-engines`, last on {machine["cpu"]}, {machine["cores"]} cores, kernel {machine["kernel"]};
+vLLM {first["vllm"]} on the CPU, torch {machine["packages"].get("torch")}. The trainer is FSDP2 on two ranks in float32, the engine holds
 bfloat16. Medians of {rounds} rounds or more; the ways take turns in every round, with the same new weights.
 
 - refitd: from the first `publish` until the version is live, the cast included; `publish` is its first part. `wake`:

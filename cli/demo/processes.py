@@ -227,7 +227,8 @@ class DemoProcesses:
             case "failed":
                 raise DemoFailed(f"{name}: {message['reason']}")
             case "ended":
-                raise DemoFailed(f"{name} ended unexpectedly, {_status(self.members[name].process)}")
+                # its pipes are closed a moment before it can be waited for
+                raise DemoFailed(f"{name} ended unexpectedly, {_status(self.members[name].process, END_S)}")
             case event:
                 self._arrived[(name, event)] = message
                 self._on_event(name, message)
@@ -245,10 +246,9 @@ def _tail(name: str, process: subprocess.Popen[Any], text: str) -> str:
     return f"--- {name} (pid {process.pid}, {_status(process)})\n{text.strip() or '(no output)'}"
 
 
-def _status(process: subprocess.Popen[Any]) -> str:
-    # Its pipes are closed a moment before it can be waited for.
+def _status(process: subprocess.Popen[Any], within_s: float = 0.0) -> str:
     try:
-        return f"exit status {process.wait(0.05)}"
+        return f"exit status {process.wait(within_s)}"
     except subprocess.TimeoutExpired:
         return "running"
 
