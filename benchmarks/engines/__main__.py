@@ -191,8 +191,9 @@ def _page(table: str, found: list[dict[str, Any]], learned: list[dict[str, Any]]
     return f"""# Real engines
 
 `scripts/try-engines`, last on {machine["cpu"]}, {machine["cores"]} cores, kernel {machine["kernel"]};
-vLLM {first["vllm"]} on the CPU, torch {machine["packages"].get("torch")}. The trainer is FSDP2 on two ranks in float32, the engine holds
-bfloat16. Medians of {rounds} rounds or more; the ways take turns in every round, with the same new weights.
+vLLM {first["vllm"]} on the CPU, torch {machine["packages"].get("torch")}. The trainer is FSDP2 on two
+ranks in float32, the engine holds bfloat16. Medians of {rounds} rounds or more; the ways take turns in every round,
+with the same new weights.
 
 - refitd: from the first `publish` until the version is live, the cast included; `publish` is its first part. `wake`:
   the first call (`start_weight_update`), which wakes an idle engine, and before and after which it goes on. `blocked`:
