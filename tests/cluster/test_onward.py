@@ -51,3 +51,33 @@ def test_replicas_of_one_node_get_what_crosses_once(nodes: Callable[..., Nodes])
         assert (planned.source, planned.target, planned.bytes) == ("n0", "n1", link.bytes)
         assert planned.needed_bytes == 3 * split + whole
         assert c0.verify("policy").outcome == "proven"
+
+
+def test_ranks_of_one_node_that_hold_the_same_send_one_copy_between_them(nodes: Callable[..., Nodes]) -> None:
+    """Two trainer ranks hold everything; replicas of two other nodes, cut differently, need all of it."""
+    model: shards.Model = {f"t{i}": ((512, 1024), 0) for i in range(4)}
+    n0, n1, n2 = nodes(3)
+    with n0.connect() as c0, n1.connect() as c1, n2.connect() as c2:
+        held = [{name: torch.zeros(shape) for name, (shape, _) in model.items()} for _ in range(2)]
+        sources = [c0.register_source("policy", full, rank=rank, world_size=2) for rank, full in enumerate(held)]
+        whole = shards.zeros_like(held[0])
+        halves = [shards.zeros_like(shards.cut(held[0], rank, 2, model)) for rank in range(2)]
+        targets = [c1.register_target("policy", whole, replica="whole")]
+        for rank, half in enumerate(halves):
+            described = shards.describe(half, rank, 2, model)
+            targets.append(
+                c2.register_target("policy", half, replica="halves", rank=rank, world_size=2, metadata=described)
+            )
+        with Engine(*targets):
+            for version in (1, 2):
+                for full, source in zip(held, sources, strict=True):
+                    for number, tensor in enumerate(full.values()):
+                        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + version * 7 + number)
+                    source.publish(version)
+                assert c0.swap("policy", version, timeout=60).outcome == "committed"
+                assert shards.equal(whole, held[0])
+                assert all(shards.equal(half, shards.cut(held[0], rank, 2, model)) for rank, half in enumerate(halves))
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in whole.values())
+        planned = {(link.source, link.target): link.bytes for link in c0.plan("policy").links if link.bytes}
+        assert planned in ({("n0", "n1"): nbytes, ("n1", "n2"): nbytes}, {("n0", "n2"): nbytes, ("n2", "n1"): nbytes})
+        assert {pair.source for pair in c0.plan("policy").pairs} == {"source rank 0", "source rank 1"}
