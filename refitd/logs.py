@@ -19,6 +19,7 @@ _QUOTED = set(' "=')
 # look. error: weights, decisions or this process are not as promised. debug: for developers only.
 _LEVELS = {
     "apart": logging.WARNING,
+    "silent": logging.WARNING,
     "bad-message": logging.WARNING,
     "bad-plan": logging.WARNING,
     "base-wrong": logging.WARNING,

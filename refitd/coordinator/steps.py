@@ -6,6 +6,9 @@ inside a step cannot flip yet: the ranks that stand are let through one poll, an
 
     rank 0 stands in poll 7, rank 1 is in the step after it  ->  rank 0 passes  ->  both stand before the next step
 
+Nobody knows where a rank is that does not answer (its process is stopped, say), so the others stand until it does, or
+has left; they give the version up after `client.commit_points.IN_STEP_S`, and serve nothing, rather than flip apart.
+
 Ranks of a replica that serves nothing yet flip each in their own next poll: no step can see two versions. Ranks that
 never meet (not in lockstep, or several polled by one thread) do the same, and the log and the swap's report name them.
 """
@@ -18,7 +21,8 @@ from dataclasses import dataclass, field, replace
 from refitd.coordinator.members import Member
 from refitd.lockstep import Reached, in_turn, meeting, meeting_late
 
-# How long ranks wait for one that has not answered: a new coordinator may not have heard of it yet.
+# How long ranks wait for one that is not registered: a new coordinator may not have heard of it yet. One that is
+# registered and has not answered for so long is named.
 MISSING_S = 3.0
 
 # How long standing ranks wait for the others; doubled in each round.
@@ -45,6 +49,14 @@ class Pass:
     member: Member
 
 
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """A note for the log: a member has not answered, and the others of its replica stand until it does."""
+
+    swap: str
+    member: Member
+
+
 @dataclass(slots=True)
 class _Waiting:
     since: float
@@ -54,6 +66,7 @@ class _Waiting:
     flips: dict[str, CommitAtStep] | None = None  # the orders, once known
     told: dict[str, int] = field(default_factory=dict)  # the poll of all that were told one, by what they count from
     asked: set[str] = field(default_factory=set)  # ranks that have reported since
+    named: set[str] = field(default_factory=set)  # ranks that were named as silent
     due_at: float | None = None
 
 
@@ -74,15 +87,15 @@ class FlipSteps:
         """Return when `due` must be called without a new event; None: never."""
         return min((w.due_at for w in self._waiting.values() if w.due_at is not None), default=None)
 
-    def due(self, targets: Iterable[Member], now: float) -> list[CommitAtStep | Pass]:
+    def due(self, targets: Iterable[Member], now: float) -> list[CommitAtStep | Pass | Silent]:
         """Return the orders to send now. `targets` are all target members of the model."""
         replicas: dict[str, list[Member]] = {}
         for member in targets if self._waiting else ():
             replicas.setdefault(member.added.replica, []).append(member)
-        found: list[CommitAtStep | Pass] = []
+        found: list[CommitAtStep | Pass | Silent] = []
         for (swap, replica), waiting in list(self._waiting.items()):
             ranks = replicas.get(replica, [])
-            concerned = {m.id: m for m in ranks if m.staged == swap}
+            concerned = {m.id: m for m in ranks if m.staged == swap and m.added.lockstep}
             said = {id_: where for id_, where in waiting.said.items() if id_ in concerned}
             waiting.due_at = None
             if waiting.flips is not None:
@@ -97,6 +110,9 @@ class FlipSteps:
                 len(ranks) < ranks[0].added.world_size or len(said) < len(concerned)
             ):
                 waiting.due_at = waiting.since + MISSING_S
+            elif (silent := concerned.keys() - said.keys()) and any(m.version is not None for m in ranks):
+                found += [Silent(swap, concerned[id_]) for id_ in sorted(silent - waiting.named)]
+                waiting.named |= silent
             else:
                 found += self._tell(swap, waiting, ranks, concerned, said, now)
         return found
@@ -109,13 +125,13 @@ class FlipSteps:
         concerned: dict[str, Member],
         said: dict[str, Reached],
         now: float,
-    ) -> list[CommitAtStep | Pass]:
+    ) -> list[CommitAtStep | Pass | Silent]:
         apart = ""
-        if missing := [member for id_, member in concerned.items() if id_ not in said]:
-            apart = f"{_named(missing)} did not say within {MISSING_S:.0f} s in which poll"
         steps = meeting(said)
         serves_nothing = all(member.version is None for member in ranks)
-        if steps is None and not missing and not in_turn(said) and not serves_nothing:
+        if (others := [member for member in ranks if not member.added.lockstep]) and not serves_nothing:
+            apart = f"{_named(others)} commits at a point of its own"
+        if steps is None and not in_turn(said) and not serves_nothing:
             if not any(where.stands for where in said.values()):
                 return []
             waiting.due_at = waiting.changed + PATIENCE_S * 2**waiting.rounds
@@ -148,11 +164,11 @@ class FlipSteps:
 
     def _again(
         self, swap: str, waiting: _Waiting, concerned: dict[str, Member], said: dict[str, Reached]
-    ) -> list[CommitAtStep | Pass]:
+    ) -> list[CommitAtStep | Pass | Silent]:
         """Answer ranks that reported again, or too late."""
         assert waiting.flips is not None
         asked, waiting.asked = waiting.asked & said.keys(), set()
-        found: list[CommitAtStep | Pass] = [
+        found: list[CommitAtStep | Pass | Silent] = [
             replace(waiting.flips[id_], apart="") for id_ in asked & waiting.flips.keys()
         ]
         for id_ in asked - waiting.flips.keys():

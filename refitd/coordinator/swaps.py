@@ -30,7 +30,7 @@ from refitd.coordinator.report import (
     written_report,
 )
 from refitd.coordinator.schedule import left_behind, used_up
-from refitd.coordinator.steps import CommitAtStep
+from refitd.coordinator.steps import CommitAtStep, Silent
 from refitd.coordinator.swap_queue import SwapQueue
 from refitd.coordinator.traces import Traces
 from refitd.errors import IllegalTransition, RefitdError, RefusedError
@@ -160,6 +160,10 @@ class Swaps:
         """Tell lockstep ranks in which poll they flip; log ranks that may flip apart from their replica."""
         for told in state.steps.due(state.membership.targets.values(), now):
             swap, member = told.swap, told.member
+            if isinstance(told, Silent):
+                reason = "it has not said in which poll it is, and the other ranks stand in theirs until it does"
+                self._log("silent", swap=swap, member=member.id, node=member.node, reason=reason)
+                continue
             if not isinstance(told, CommitAtStep):
                 self._log("pass", swap=swap, member=member.id)
                 self._to_node(member.node, cluster.PassMember(swap=swap, member=member.id))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +12,10 @@ import torch
 
 import refitd
 from refitd.client import Client, commit_points
+from refitd.client.commit_state import CommitState
 from refitd.client.target import Target
+from refitd.protocol.base import Message
+from refitd.protocol.local import PrepareCommit
 from refitd.testing import Daemon, Engine, RunningSwap, eventually
 from tests.support import shards
 
@@ -111,6 +114,66 @@ def test_ranks_in_lock_step_never_serve_two_versions_in_a_step_though_one_return
     steps = replica.steps()
     assert [pair for pair in steps if pair[0] != pair[1]] == []
     assert {*range(1, 13)} <= {version for version, _ in steps}
+
+
+@pytest.mark.parametrize("by_step", [False, True], ids=["counted", "given the step"])
+def test_a_rank_that_hears_late_of_a_decision_and_has_begun_a_step_serves_what_its_replica_serves_in_it(
+    start_daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch, by_step: bool
+) -> None:
+    """Rank 1 is a poll ahead of rank 0, which holds in its own, and hears nothing of the decision for 3 s and more."""
+    daemon = start_daemon("[deadlines]\ncommit_s = 30.0\n")
+    deaf = threading.Event()
+    hear = CommitState.hear
+
+    def hears_late(self: CommitState, message: Message) -> None:
+        if isinstance(message, PrepareCommit) and message.version == 2 and self is late._state:
+            deaf.set()
+            eventually(lambda: "event=silent" in daemon.log(), "the silent rank is named", 20)
+            time.sleep(0.5)
+        hear(self, message)
+
+    with daemon.connect("trainer") as trainer:
+        source = trainer.register_source("policy", shards.whole(1))
+        replica = Replica(daemon, by_step=by_step)
+        late = replica.targets[1]
+        monkeypatch.setattr(CommitState, "hear", hears_late)
+        for version in (1, 2, 3):
+            source.publish(version)
+            report = trainer.swap("policy", version, timeout=60)
+            assert report.outcome == "committed" and [member.reason for member in report.members] == ["", ""]
+        replica.close()
+    assert deaf.is_set() and "event=apart" not in daemon.log()
+    steps = replica.steps()
+    assert [pair for pair in steps if pair[0] != pair[1]] == [] and {1, 2, 3} <= {version for version, _ in steps}
+
+
+def test_a_rank_whose_replica_never_says_where_it_is_gives_up_and_serves_nothing(
+    daemon: Daemon, trainer: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit_points, "IN_STEP_S", 1.0)
+    source = trainer.register_source("policy", {"w": torch.zeros(8)})
+    with daemon.connect("a") as a, daemon.connect("b") as b:
+        targets = [
+            client.register_target("policy", {"w": torch.zeros(8)}, replica="r", rank=rank, world_size=2)
+            for rank, client in enumerate((a, b))
+        ]
+        source.publish(1)
+        with ThreadPoolExecutor(2) as ranks:
+            waiting = [ranks.submit(target.wait, 1, 20) for target in targets]
+            trainer.swap("policy", 1, timeout=20)
+            assert [one.result() for one in waiting] == [1, 1]
+        b._connection.current._push = lambda *_: None  # type: ignore[method-assign]  its answers are lost
+        source.publish(2)
+        running = RunningSwap(daemon.connect(), "policy", 2)
+        running.wait_phase("commit")
+        with pytest.raises(refitd.CommitError, match="have not said within 1 s how far they are"):
+            for _ in range(100):
+                targets[0].poll()
+                time.sleep(0.01)
+        assert targets[0].version is None and targets[1].version != 2
+        b.close()
+        with pytest.raises(refitd.RefitFailed, match="incomplete"):
+            running.result()
 
 
 def test_ranks_that_cannot_be_brought_to_one_poll_are_named_in_the_report_and_the_log(

@@ -12,19 +12,19 @@ import pytest
 from hypothesis import example, given, settings
 
 from refitd.client.steps import PollSteps
-from refitd.coordinator.steps import MISSING_S, PATIENCE_S, ROUNDS, CommitAtStep, FlipSteps, Pass
+from refitd.coordinator.steps import MISSING_S, PATIENCE_S, ROUNDS, CommitAtStep, FlipSteps, Pass, Silent
 from refitd.errors import RefusedError
 from refitd.lockstep import CALLERS_STEP, LOCKSTEP, Reached, meeting, meeting_late
 
 COUNTS = st.dictionaries(st.text(max_size=3), st.integers(0, 1 << 40), min_size=2, max_size=8)
 
 
-def rank(number: int, world: int = 2, staged: str | None = "s", replica: str = "r") -> Any:
-    added = SimpleNamespace(replica=replica, rank=number, world_size=world)
+def rank(number: int, world: int = 2, staged: str | None = "s", replica: str = "r", *, lockstep: bool = True) -> Any:
+    added = SimpleNamespace(replica=replica, rank=number, world_size=world, lockstep=lockstep)
     return SimpleNamespace(id=f"{replica}{number}", added=added, staged=staged, version=1)
 
 
-def polls(told: list[CommitAtStep | Pass]) -> dict[int, int]:
+def polls(told: list[CommitAtStep | Pass | Silent]) -> dict[int, int]:
     return {one.member.added.rank: one.step for one in told if isinstance(one, CommitAtStep)}
 
 
@@ -125,11 +125,55 @@ def test_a_rank_that_has_left_or_taken_the_version_over_is_not_waited_for_and_do
     assert steps.due(ranks[:1], now=1.1 + MISSING_S) == [CommitAtStep("t", ranks[0], 51)]
 
 
-def test_a_rank_that_does_not_answer_is_named_and_so_is_one_that_answers_late() -> None:
+def test_a_rank_that_does_not_answer_is_named_once_and_the_others_stand_until_it_does() -> None:
     steps, ranks = FlipSteps(), [rank(0), rank(1)]
+    steps.reached("s", ranks[0], Reached(41, "before", "poll"), now=0.0)
+    assert steps.due(ranks, now=0.0) == [] and steps.next_deadline() == MISSING_S
+    assert steps.due(ranks, now=MISSING_S) == [Silent("s", ranks[1])]
+    assert steps.due(ranks, now=900.0) == [] and steps.next_deadline() is None
+    steps.reached("s", ranks[1], Reached(41, "before"), now=901.0)
+    assert polls(steps.due(ranks, now=901.0)) == {0: 42, 1: 42}
+
+
+def test_a_rank_that_has_given_up_waiting_is_not_waited_for_by_the_one_that_was_silent() -> None:
+    steps, ranks = FlipSteps(), [rank(0), rank(1)]
+    steps.reached("s", ranks[0], Reached(41, "before", "poll"), now=0.0)
+    assert steps.due(ranks, now=MISSING_S) == [Silent("s", ranks[1])]
+    ranks[0].staged = ranks[0].version = None
+    assert steps.due(ranks, now=30.0) == []
+    steps.reached("s", ranks[1], Reached(41, "before"), now=31.0)
+    assert polls(steps.due(ranks, now=31.0)) == {1: 42}
+
+
+def test_a_rank_with_a_commit_point_of_its_own_is_not_waited_for_and_the_others_are_told_apart() -> None:
+    steps, ranks = FlipSteps(), [rank(0), rank(1, lockstep=False)]
     steps.reached("s", ranks[0], Reached(41, "before"), now=0.0)
-    (told,) = steps.due(ranks, now=MISSING_S)
-    assert isinstance(told, CommitAtStep) and told.step == 42 and not told.origin and "rank 1 did not say" in told.apart
+    (told,) = steps.due(ranks, now=0.0)
+    assert isinstance(told, CommitAtStep) and told.step == 42 and not told.origin
+    assert told.apart == "rank 1 commits at a point of its own"
+
+
+def unregistered(*ranks: Any) -> FlipSteps:
+    """Rank 0 has said where it is, and was told its poll, as a new coordinator had not heard of the others."""
+    steps = FlipSteps()
+    steps.reached("s", ranks[0], Reached(41, "before"), now=0.0)
+    assert steps.due(ranks[:1], now=0.0) == []
+    assert polls(steps.due(ranks[:1], now=MISSING_S)) == {0: 42}
+    return steps
+
+
+def test_a_rank_that_registers_late_flips_with_the_others_if_it_has_not_passed_their_poll() -> None:
+    for origin, count in (("before", 40), (CALLERS_STEP, 3)):
+        steps, ranks = FlipSteps(), [rank(0), rank(1)]
+        steps.reached("s", ranks[0], Reached(41, origin), now=0.0)
+        assert polls(steps.due(ranks[:1], now=MISSING_S)) == {0: 42}
+        steps.reached("s", ranks[1], Reached(count, origin), now=9.0)
+        assert steps.due(ranks, now=9.0) == [CommitAtStep("s", ranks[1], 42)]
+
+
+def test_a_rank_that_registers_late_and_counts_otherwise_is_named() -> None:
+    ranks = [rank(0), rank(1)]
+    steps = unregistered(*ranks)
     steps.reached("s", ranks[1], Reached(40), now=9.0)
     (told,) = steps.due(ranks, now=9.0)
     assert (
@@ -139,20 +183,10 @@ def test_a_rank_that_does_not_answer_is_named_and_so_is_one_that_answers_late() 
     )
 
 
-def test_a_rank_that_answers_late_flips_with_the_others_if_it_has_not_passed_their_poll() -> None:
-    for origin, count in (("before", 40), (CALLERS_STEP, 3)):
-        steps, ranks = FlipSteps(), [rank(0), rank(1)]
-        steps.reached("s", ranks[0], Reached(41, origin), now=0.0)
-        assert polls(steps.due(ranks, now=MISSING_S)) == {0: 42}
-        steps.reached("s", ranks[1], Reached(count, origin), now=9.0)
-        assert steps.due(ranks, now=9.0) == [CommitAtStep("s", ranks[1], 42)]
-
-
 @pytest.mark.parametrize("flipped", [True, False])
-def test_a_rank_that_answers_when_the_others_have_flipped_flips_in_their_poll_or_is_named(flipped: bool) -> None:
-    steps, ranks = FlipSteps(), [rank(0), rank(1), rank(2)]
-    steps.reached("s", ranks[0], Reached(41, "before"), now=0.0)
-    assert polls(steps.due(ranks, now=MISSING_S)) == {0: 42}
+def test_a_rank_that_registers_when_the_others_have_flipped_flips_in_their_poll_or_is_named(flipped: bool) -> None:
+    ranks = [rank(number, world=3) for number in range(3)]
+    steps = unregistered(*ranks)
     if flipped:
         ranks[0].staged = None
         assert steps.due(ranks, now=4.0) == []
@@ -170,7 +204,7 @@ def test_a_late_rank_shares_no_poll_with_ranks_that_were_told_several() -> None:
     steps, ranks = FlipSteps(), [rank(number, world=3) for number in range(3)]
     for one, count in zip(ranks, (41, 3), strict=False):
         steps.reached("s", one, Reached(count, "before", "poll"), now=0.0)
-    assert polls(steps.due(ranks, now=MISSING_S)) == {0: 41, 1: 3}
+    assert polls(steps.due(ranks[:2], now=MISSING_S)) == {0: 41, 1: 3}
     steps.reached("s", ranks[2], Reached(2, "before"), now=9.0)
     (told,) = steps.due(ranks, now=9.0)
     assert isinstance(told, CommitAtStep) and "after the others" in told.apart
