@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from refitd.coordinator.journals import base
 from refitd.coordinator.journals.base import Journal
 from refitd.coordinator.journals.etcd import EtcdJournal
 from refitd.coordinator.journals.file import FileJournal
@@ -163,6 +164,18 @@ def test_no_number_of_swaps_makes_a_journal_forget_what_is_live_and_what_was(
     assert journal.live("policy") == LiveVersion(3, "x", 3, "v3")
     assert journal.highest("policy") == 4 and journal.before("policy", 4) == LiveVersion(3, "x", 3)
     assert journal.tried("policy") == ((9, "x") if state == "aborted" else (-1, ""))
+
+
+def test_versions_of_long_ago_are_forgotten_of_every_model(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(kept.life), "kept", 3)
+    monkeypatch.setattr(base, "FORGET_EVERY", 10)  # an even one: decisions on two models alternate
+    for number in range(40):
+        kept.life.write(SwapRecord(f"s{number}", f"m{number % 2}", number, "decided", "", "", 1.0))
+    for journal in kept.both():
+        assert journal.before("m1", 39) == LiveVersion(37, "", 38)
+        assert journal.before("m0", 32) is None is journal.before("m1", 33)
+        live = journal.live("m0"), journal.live("m1")
+        assert [one.version for one in live if one is not None] == [38, 39]
 
 
 def test_what_daemons_knew_is_written_and_later_decisions_count_on_from_it(kept: Kept) -> None:
