@@ -64,6 +64,14 @@ class AbsentRanks:
             del self._ranks[rank]
         return max((absent.until for rank, absent in self._ranks.items() if rank[0] == model), default=0.0)
 
+    def by_replica(self, model: str, now: float) -> dict[str, float]:
+        """Return when the last permit of absent ranks ends, by their replica, where one may serve still."""
+        found: dict[str, float] = {}
+        for (of, replica, _), absent in self._ranks.items():
+            if of == model and absent.until > now:
+                found[replica] = max(absent.until, found.get(replica, 0.0))
+        return found
+
     def describe(self, model: str) -> str:
         """Return a model's absent ranks as text for people."""
         found = [f"{r[1]} rank {r[2]} (node {a.node})" for r, a in sorted(self._ranks.items()) if r[0] == model]

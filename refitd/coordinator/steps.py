@@ -8,6 +8,8 @@ inside a step cannot flip yet: the ranks that stand are let through one poll, an
 
 Nobody knows where a rank is that does not answer (its process is stopped, say), so the others stand until it does, or
 has left; they give the version up after `client.commit_points.IN_STEP_S`, and serve nothing, rather than flip apart.
+For one that was lost with its node they wait until its permit has ended. It serves nothing from its next poll on, so
+they end one more step with it, and flip before the next; so they do if it is back without the version.
 
 Ranks of a replica that serves nothing yet flip each in their own next poll: no step can see two versions. Ranks that
 never meet (not in lockstep, or several polled by one thread) do the same, and the log and the swap's report name them.
@@ -15,14 +17,14 @@ never meet (not in lockstep, or several polled by one thread) do the same, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from refitd.coordinator.members import Member
 from refitd.lockstep import Reached, in_turn, meeting, meeting_late
 
-# How long ranks wait for one that is not registered: a new coordinator may not have heard of it yet. One that is
-# registered and has not answered for so long is named.
+# How long ranks wait at least for one that is not registered: a new coordinator may not have heard of it yet. One that
+# is registered and has not answered for so long is named.
 MISSING_S = 3.0
 
 # How long standing ranks wait for the others; doubled in each round.
@@ -67,6 +69,7 @@ class _Waiting:
     told: dict[str, int] = field(default_factory=dict)  # the poll of all that were told one, by what they count from
     asked: set[str] = field(default_factory=set)  # ranks that have reported since
     named: set[str] = field(default_factory=set)  # ranks that were named as silent
+    has_passed: bool = False  # those that stand were let through once, since a rank is lost
     due_at: float | None = None
 
 
@@ -87,8 +90,16 @@ class FlipSteps:
         """Return when `due` must be called without a new event; None: never."""
         return min((w.due_at for w in self._waiting.values() if w.due_at is not None), default=None)
 
-    def due(self, targets: Iterable[Member], now: float) -> list[CommitAtStep | Pass | Silent]:
-        """Return the orders to send now. `targets` are all target members of the model."""
+    def due(
+        self, targets: Iterable[Member], now: float, absent: Mapping[str, float] | None = None
+    ) -> list[CommitAtStep | Pass | Silent]:
+        """Return the orders to send now.
+
+        Args:
+            targets: all target members of the model.
+            now: the time, as given to `reached`.
+            absent: by replica, until when a rank of it that is out of reach may serve what it served before.
+        """
         replicas: dict[str, list[Member]] = {}
         for member in targets if self._waiting else ():
             replicas.setdefault(member.added.replica, []).append(member)
@@ -106,9 +117,11 @@ class FlipSteps:
             elif not said:  # they have left, or have committed
                 if now >= waiting.since + MISSING_S:
                     del self._waiting[(swap, replica)]
-            elif now < waiting.since + MISSING_S and (
-                len(ranks) < ranks[0].added.world_size or len(said) < len(concerned)
+            elif len(ranks) < ranks[0].added.world_size and now < (
+                until := max(waiting.since + MISSING_S, (absent or {}).get(replica, 0.0))
             ):
+                waiting.due_at = until
+            elif len(said) < len(concerned) and now < waiting.since + MISSING_S:
                 waiting.due_at = waiting.since + MISSING_S
             elif (silent := concerned.keys() - said.keys()) and any(m.version is not None for m in ranks):
                 found += [Silent(swap, concerned[id_]) for id_ in sorted(silent - waiting.named)]
@@ -131,6 +144,13 @@ class FlipSteps:
         serves_nothing = all(member.version is None for member in ranks)
         if (others := [member for member in ranks if not member.added.lockstep]) and not serves_nothing:
             apart = f"{_named(others)} commits at a point of its own"
+        if _lacks_one(ranks, concerned) and not in_turn(said) and not serves_nothing:
+            # it may have begun the step before which these stand, and they end it with it
+            if not all(where.stands for where in said.values()):
+                return []
+            if not waiting.has_passed and (standing := _in_poll(said)):
+                waiting.has_passed = True
+                return self._let_through(swap, waiting, concerned, standing)
         if steps is None and not in_turn(said) and not serves_nothing:
             if not any(where.stands for where in said.values()):
                 return []
@@ -140,9 +160,7 @@ class FlipSteps:
             waiting.rounds, waiting.changed = waiting.rounds + 1, now
             waiting.due_at = now + PATIENCE_S * 2**waiting.rounds
             if waiting.rounds < ROUNDS:
-                standing = [id_ for id_, where in said.items() if where.stands == "poll"]
-                waiting.said |= {id_: replace(said[id_], stands="") for id_ in standing}
-                return [Pass(swap, concerned[id_]) for id_ in standing]
+                return self._let_through(swap, waiting, concerned, _in_poll(said))
         waiting.due_at, is_together = None, steps is not None
         if steps is None:
             steps = {id_: where.earliest for id_, where in said.items()}
@@ -162,6 +180,13 @@ class FlipSteps:
         waiting.asked.clear()
         return list(waiting.flips.values())
 
+    @staticmethod
+    def _let_through(
+        swap: str, waiting: _Waiting, concerned: dict[str, Member], standing: list[str]
+    ) -> list[CommitAtStep | Pass | Silent]:
+        waiting.said |= {id_: replace(waiting.said[id_], stands="") for id_ in standing}
+        return [Pass(swap, concerned[id_]) for id_ in standing]
+
     def _again(
         self, swap: str, waiting: _Waiting, concerned: dict[str, Member], said: dict[str, Reached]
     ) -> list[CommitAtStep | Pass | Silent]:
@@ -178,6 +203,19 @@ class FlipSteps:
             waiting.flips[id_] = CommitAtStep(swap, concerned[id_], step, apart=late)
             found.append(waiting.flips[id_])
         return found
+
+
+def _lacks_one(ranks: list[Member], concerned: Mapping[str, Member]) -> bool:
+    """Whether a rank of the replica is lost, or back with the version that it served before."""
+    versions = {None, *(member.staged_version for member in concerned.values())}
+    return len(ranks) < ranks[0].added.world_size or any(
+        member.added.lockstep and member.id not in concerned and member.version not in versions for member in ranks
+    )
+
+
+def _in_poll(said: Mapping[str, Reached]) -> list[str]:
+    """Return the ranks that are held in a poll."""
+    return [id_ for id_, where in said.items() if where.stands == "poll"]
 
 
 def _named(members: Iterable[Member]) -> str:

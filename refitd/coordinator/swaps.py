@@ -158,7 +158,8 @@ class Swaps:
 
     def _flip(self, state: ModelState, now: float) -> None:
         """Tell lockstep ranks in which poll they flip; log ranks that may flip apart from their replica."""
-        for told in state.steps.due(state.membership.targets.values(), now):
+        absent = self._absent.by_replica(state.membership.name, now)
+        for told in state.steps.due(state.membership.targets.values(), now, absent):
             swap, member = told.swap, told.member
             if isinstance(told, Silent):
                 reason = "it has not said in which poll it is, and the other ranks stand in theirs until it does"

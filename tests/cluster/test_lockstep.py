@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +28,8 @@ class Replica:
     `served[rank]` is the version that the rank served in each step.
     """
 
-    def __init__(self, daemon: Daemon, *, by_step: bool = False) -> None:
-        self._daemon = daemon
+    def __init__(self, *daemons: Daemon, by_step: bool = False) -> None:
+        self._daemons = daemons  # rank 1 is with the last one
         self._by_step = by_step
         self._stop = threading.Event()
         self._collective = threading.Barrier(2)
@@ -45,7 +47,7 @@ class Replica:
             thread.start()
 
     def _register(self, rank: int) -> tuple[Client, Target]:
-        client = self._daemon.connect(f"rank {rank}")
+        client = self._daemons[-rank].connect(f"rank {rank}", reconnect=True)
         mine = shards.zeros_like(shards.cut(shards.whole(1), rank, 2))
         described = shards.describe(mine, rank, 2)
         return client, client.register_target("policy", mine, replica="r", rank=rank, world_size=2, metadata=described)
@@ -145,6 +147,39 @@ def test_a_rank_that_hears_late_of_a_decision_and_has_begun_a_step_serves_what_i
     assert deaf.is_set() and "event=apart" not in daemon.log()
     steps = replica.steps()
     assert [pair for pair in steps if pair[0] != pair[1]] == [] and {1, 2, 3} <= {version for version, _ in steps}
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
+def test_a_rank_whose_node_is_lost_after_the_decision_serves_the_old_version_in_no_step_of_the_new(
+    nodes: Callable[..., tuple[Daemon, ...]], monkeypatch: pytest.MonkeyPatch, signal_: signal.Signals
+) -> None:
+    """It serves until its permit ends, and ends its steps with the other one."""
+    first, second = nodes(2, "[deadlines]\nplan_s = 60.0\nstage_s = 20.0\ncommit_s = 30.0\nlease_s = 6.0\n")
+    hear, begun = CommitState.hear, threading.Event()
+
+    def hears_nothing(self: CommitState, message: Message) -> None:
+        if self is deaf._state and isinstance(message, PrepareCommit) and message.version == 2:
+            begun.set()
+        else:
+            hear(self, message)
+
+    with first.connect("trainer") as trainer:
+        source = trainer.register_source("policy", shards.whole(1))
+        replica = Replica(first, second)
+        deaf = replica.targets[1]
+        monkeypatch.setattr(CommitState, "hear", hears_nothing)
+        source.publish(1)
+        assert trainer.swap("policy", 1, timeout=60).outcome == "committed"
+        source.publish(2)
+        running = RunningSwap(first.connect(), "policy", 2)
+        assert begun.wait(20)
+        os.kill(second.pid, signal_)
+        eventually(lambda: replica.targets[0].version == 2, "the other rank serves the new version", 40)
+        replica.close()
+        with pytest.raises(refitd.RefitFailed, match="incomplete"):
+            running.result()
+    both = replica.steps()
+    assert both and [pair for pair in both if pair[0] != pair[1]] == []
 
 
 def test_a_rank_whose_replica_never_says_where_it_is_gives_up_and_serves_nothing(

@@ -21,7 +21,7 @@ COUNTS = st.dictionaries(st.text(max_size=3), st.integers(0, 1 << 40), min_size=
 
 def rank(number: int, world: int = 2, staged: str | None = "s", replica: str = "r", *, lockstep: bool = True) -> Any:
     added = SimpleNamespace(replica=replica, rank=number, world_size=world, lockstep=lockstep)
-    return SimpleNamespace(id=f"{replica}{number}", added=added, staged=staged, version=1)
+    return SimpleNamespace(id=f"{replica}{number}", added=added, staged=staged, staged_version=2, version=1)
 
 
 def polls(told: list[CommitAtStep | Pass | Silent]) -> dict[int, int]:
@@ -116,13 +116,18 @@ def test_ranks_are_told_once_all_of_their_replica_have_said_where_they_are() -> 
 def test_a_rank_that_has_left_or_taken_the_version_over_is_not_waited_for_and_does_not_count_with_the_others() -> None:
     steps, ranks = FlipSteps(), [rank(0), rank(1)]
     steps.reached("s", ranks[0], Reached(41), now=0.0)
-    ranks[1].staged = None
+    ranks[1].staged, ranks[1].version = None, 2
     assert steps.due(ranks, now=0.1) == [CommitAtStep("s", ranks[0], 42)]
     ranks[0].staged = "t"
     steps.reached("t", ranks[0], Reached(50), now=1.0)
     assert steps.due(ranks[:1], now=1.1) == []  # another coordinator may hear of the second one yet
     assert steps.next_deadline() == 1.0 + MISSING_S
-    assert steps.due(ranks[:1], now=1.1 + MISSING_S) == [CommitAtStep("t", ranks[0], 51)]
+    assert steps.due(ranks[:1], now=1.1 + MISSING_S) == []  # it is inside a step
+    steps.reached("t", ranks[0], Reached(51, "", "poll"), now=5.0)
+    assert steps.due(ranks[:1], now=5.0) == [Pass("t", ranks[0])]  # the second one may have begun that step
+    assert steps.due(ranks[:1], now=6.0) == []
+    steps.reached("t", ranks[0], Reached(52, "", "poll"), now=7.0)
+    assert steps.due(ranks[:1], now=7.0) == [CommitAtStep("t", ranks[0], 52)]
 
 
 def test_a_rank_that_does_not_answer_is_named_once_and_the_others_stand_until_it_does() -> None:
@@ -133,6 +138,28 @@ def test_a_rank_that_does_not_answer_is_named_once_and_the_others_stand_until_it
     assert steps.due(ranks, now=900.0) == [] and steps.next_deadline() is None
     steps.reached("s", ranks[1], Reached(41, "before"), now=901.0)
     assert polls(steps.due(ranks, now=901.0)) == {0: 42, 1: 42}
+
+
+def test_a_rank_that_was_lost_with_its_node_is_waited_for_until_its_permit_has_ended() -> None:
+    steps, ranks = FlipSteps(), [rank(0), rank(1)]
+    steps.reached("s", ranks[0], Reached(41, "before", "poll"), now=0.0)
+    absent = {"r": 9.0, "other": 99.0}
+    assert steps.due(ranks[:1], now=MISSING_S, absent=absent) == [] and steps.next_deadline() == 9.0
+    assert steps.due(ranks[:1], now=9.0, absent=absent) == [Pass("s", ranks[0])]
+    steps.reached("s", ranks[0], Reached(42, "before", "poll"), now=9.1)
+    assert polls(steps.due(ranks[:1], now=9.1)) == {0: 42}
+
+
+@pytest.mark.parametrize("version", [None, 1, 2])
+def test_ranks_end_one_more_step_with_one_that_is_back_with_the_version_of_before(version: int | None) -> None:
+    steps, ranks = FlipSteps(), [rank(0), rank(1, staged=None)]
+    ranks[1].version = version
+    steps.reached("s", ranks[0], Reached(41, "before", "poll"), now=0.0)
+    told = steps.due(ranks, now=0.0)
+    assert told == [Pass("s", ranks[0])] if version == 1 else polls(told) == {0: 41}
+    if version == 1:
+        steps.reached("s", ranks[0], Reached(42, "before", "poll"), now=0.1)
+        assert polls(steps.due(ranks, now=0.1)) == {0: 42}
 
 
 def test_a_rank_that_has_given_up_waiting_is_not_waited_for_by_the_one_that_was_silent() -> None:
@@ -153,20 +180,20 @@ def test_a_rank_with_a_commit_point_of_its_own_is_not_waited_for_and_the_others_
     assert told.apart == "rank 1 commits at a point of its own"
 
 
-def unregistered(*ranks: Any) -> FlipSteps:
-    """Rank 0 has said where it is, and was told its poll, as a new coordinator had not heard of the others."""
+def unregistered(*ranks: Any, origin: str = "before") -> FlipSteps:
+    """The first rank was told to flip in its poll 42, as a new coordinator had not heard of the others."""
     steps = FlipSteps()
-    steps.reached("s", ranks[0], Reached(41, "before"), now=0.0)
-    assert steps.due(ranks[:1], now=0.0) == []
-    assert polls(steps.due(ranks[:1], now=MISSING_S)) == {0: 42}
+    for poll, now in ((41, MISSING_S), (42, MISSING_S + 0.1)):
+        steps.reached("s", ranks[0], Reached(poll, origin, "poll"), now=now - MISSING_S)
+        told = steps.due(ranks[:1], now=now)
+    assert polls(told) == {0: 42}
     return steps
 
 
 def test_a_rank_that_registers_late_flips_with_the_others_if_it_has_not_passed_their_poll() -> None:
     for origin, count in (("before", 40), (CALLERS_STEP, 3)):
-        steps, ranks = FlipSteps(), [rank(0), rank(1)]
-        steps.reached("s", ranks[0], Reached(41, origin), now=0.0)
-        assert polls(steps.due(ranks[:1], now=MISSING_S)) == {0: 42}
+        ranks = [rank(0), rank(1)]
+        steps = unregistered(*ranks, origin=origin)
         steps.reached("s", ranks[1], Reached(count, origin), now=9.0)
         assert steps.due(ranks, now=9.0) == [CommitAtStep("s", ranks[1], 42)]
 
@@ -204,7 +231,10 @@ def test_a_late_rank_shares_no_poll_with_ranks_that_were_told_several() -> None:
     steps, ranks = FlipSteps(), [rank(number, world=3) for number in range(3)]
     for one, count in zip(ranks, (41, 3), strict=False):
         steps.reached("s", one, Reached(count, "before", "poll"), now=0.0)
-    assert polls(steps.due(ranks[:2], now=MISSING_S)) == {0: 41, 1: 3}
+    assert {type(order) for order in steps.due(ranks[:2], now=MISSING_S)} == {Pass}
+    for one, count in zip(ranks, (42, 4), strict=False):
+        steps.reached("s", one, Reached(count, "before", "poll"), now=4.0)
+    assert polls(steps.due(ranks[:2], now=4.0)) == {0: 42, 1: 4}
     steps.reached("s", ranks[2], Reached(2, "before"), now=9.0)
     (told,) = steps.due(ranks, now=9.0)
     assert isinstance(told, CommitAtStep) and "after the others" in told.apart
