@@ -149,7 +149,10 @@ def test_a_rank_that_hears_late_of_a_decision_and_has_begun_a_step_serves_what_i
     assert [pair for pair in steps if pair[0] != pair[1]] == [] and {1, 2, 3} <= {version for version, _ in steps}
 
 
-@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "signal_",
+    [pytest.param(signal.SIGKILL, marks=pytest.mark.slow, id="killed"), pytest.param(signal.SIGTERM, id="stopped")],
+)
 def test_a_rank_whose_node_is_lost_after_the_decision_serves_the_old_version_in_no_step_of_the_new(
     nodes: Callable[..., tuple[Daemon, ...]], monkeypatch: pytest.MonkeyPatch, signal_: signal.Signals
 ) -> None:
