@@ -11,7 +11,7 @@ import msgspec
 import xxhash
 
 from refitd.caches import BoundedCache
-from refitd.plan.parts import Parted
+from refitd.plan.parts import PartRows
 from refitd.protocol.cluster import EpochPart, EpochPlan, PlanPart
 from refitd.protocol.codec import digest_of, pack
 
@@ -53,13 +53,13 @@ class PackedParts:
     def __init__(self) -> None:
         self._packed: BoundedCache[bytes, Packed] = BoundedCache(MAX_HELD)
 
-    def of(self, table: Parted[Any]) -> tuple[Packed, ...]:
+    def of(self, parts: PartRows[Any]) -> tuple[Packed, ...]:
         """Return the parts of a table as they travel."""
         found = []
-        for number, content in enumerate(table.contents()):
+        for number, content in enumerate(parts.contents):
             packed = self._packed.get(content)
             if packed is None:
-                packed = _packed(PlanPart(table.part(number).to_wire()))
+                packed = _packed(PlanPart(parts.part(number).to_wire()))
                 self._packed.put(content, packed)
             found.append(packed)
         return tuple(found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -20,14 +19,14 @@ from refitd.describe.roster import Roster
 from refitd.offline.clusters import ClusterSpeeds
 from refitd.plan.build import plan_copies
 from refitd.plan.cables import EQUAL, Cables, loads_of
-from refitd.plan.columns import Ints, distinct, in_order
+from refitd.plan.columns import Ints, distinct, in_order, offsets_of
 from refitd.plan.cost import Traffic, traffic_of
 from refitd.plan.fills import FillTable
 from refitd.plan.parts import Parted, Uses
 from refitd.plan.regions import Regions
 from refitd.plan.relays import Relays
 from refitd.plan.remembered import Remembered
-from refitd.plan.routes import RoutedTable, routes_of
+from refitd.plan.routes import KnownRoutes, Links, RoutedTable, routes_of
 from refitd.plan.shared import GlobalPlan
 from refitd.plan.table import CopyTable, CrossingTable, PlanTable
 from refitd.protocol.cluster import EpochPlan, LoadPlan
@@ -55,7 +54,7 @@ class Routed:
     Attributes:
         node_of: plan-wide rank -> node.
         relays: how relaying was decided.
-        links: bytes that cross between nodes in one swap, by (source node, target node).
+        links: bytes that cross between nodes in one swap.
         cables: the speeds that decided.
         inner: copies within a node, and which of their uses each node has; likewise
         crossing: between nodes,
@@ -65,7 +64,7 @@ class Routed:
 
     node_of: dict[int, str]
     relays: Relays
-    links: dict[tuple[str, str], int]
+    links: Links
     cables: Cables
     inner: Shared[CopyTable]
     crossing: Shared[CrossingTable]
@@ -75,25 +74,38 @@ class Routed:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Shared(Generic[T]):
-    """A table in parts, as they travel, and the uses that make up each node's rows."""
+    """A table in parts, as they travel, and the uses that make up each node's rows.
+
+    Those of node number i are uses[start[i] : start[i + 1]], ascending.
+    """
 
     table: Parted[T]
     packed: tuple[Packed, ...]
-    uses: dict[str, Ints]
+    number: dict[str, int]  # of each node
+    uses: Ints
+    start: Ints
 
     @staticmethod
-    def of(routed_table: RoutedTable[T], nodes: Sequence[str], parts: PackedParts) -> Shared[T]:
-        """Share out a table among nodes, by number."""
-        uses = _by_node(len(nodes), routed_table.src, routed_table.dst)
-        return Shared(routed_table.table, parts.of(routed_table.table), dict(zip(nodes, uses, strict=True)))
+    def of(routed_table: RoutedTable[T], number: dict[str, int], parts: PackedParts) -> Shared[T]:
+        """Share out a table among nodes, by number: a use is of the nodes where it begins and ends."""
+        src, dst = routed_table.src, routed_table.dst
+        counts = np.column_stack([np.ones(len(dst), bool), src != dst])
+        node, use = np.column_stack([dst, src])[counts], np.nonzero(counts)[0]
+        order = in_order(node)
+        start = offsets_of(node[order], len(number))
+        return Shared(routed_table.table, parts.of(routed_table.table.parts), number, use[order], start)
 
     def at(self, node: str) -> Uses:
         """Return the uses that make up a node's rows."""
-        return self.table.uses.select(self.uses[node])
+        return self.table.uses.select(self._of(node))
 
     def rows(self, node: str) -> T:
         """Return a node's rows, put together."""
-        return self.table.rows_of(self.uses[node])
+        return self.table.rows_of(self._of(node))
+
+    def _of(self, node: str) -> Ints:
+        number = self.number[node]
+        return self.uses[self.start[number] : self.start[number + 1]]
 
 
 class PlanMemory:
@@ -101,18 +113,20 @@ class PlanMemory:
 
     Attributes:
         descriptions: what was found of descriptions.
+        routes: what was made of rows.
         parts: the parts that were packed.
     """
 
     def __init__(self) -> None:
         self.descriptions = Remembered()
+        self.routes = KnownRoutes()
         self.parts = PackedParts()
 
 
 def routed(
     plan: GlobalPlan,
     node_of: dict[int, str],
-    parts: PackedParts,
+    memory: PlanMemory,
     *,
     may_relay: bool,
     last: Collection[str] = (),
@@ -122,26 +136,18 @@ def routed(
 
     With `may_relay`, nodes may pass on what they have received, those of `last` after all others.
     """
-    routes = routes_of(plan.shared, node_of, may_relay=may_relay, last=last, cables=cables)
+    routes = routes_of(plan.shared, node_of, memory.routes, may_relay=may_relay, last=last, cables=cables)
+    number, parts = {name: i for i, name in enumerate(routes.nodes)}, memory.parts
     return Routed(
         node_of,
         routes.relays,
         routes.links,
         cables,
-        Shared.of(routes.inner, routes.nodes, parts),
-        Shared.of(routes.crossing, routes.nodes, parts),
-        Shared.of(routes.onward, routes.nodes, parts),
-        Shared.of(routes.fills, routes.nodes, parts),
+        Shared.of(routes.inner, number, parts),
+        Shared.of(routes.crossing, number, parts),
+        Shared.of(routes.onward, number, parts),
+        Shared.of(routes.fills, number, parts),
     )
-
-
-def _by_node(nodes: int, src: Ints, dst: Ints) -> list[Ints]:
-    """Return, for each node, the uses that begin or end there, ascending."""
-    counts = np.column_stack([np.ones(len(dst), bool), src != dst])
-    node, row = np.column_stack([dst, src])[counts], np.nonzero(counts)[0]
-    order = in_order(node)
-    bounds = np.searchsorted(node[order], np.arange(nodes + 1)).tolist()
-    return [row[order[begin:end]] for begin, end in pairwise(bounds)]
 
 
 @dataclass
@@ -294,7 +300,7 @@ def make_plan(
     memory = memory or PlanMemory()
     plan = plan_copies(rosters, memory.descriptions, cables)
     node_of = {roster.rank: roster.node for roster in rosters}
-    found = routed(plan, node_of, memory.parts, may_relay=may_relay, last=last, cables=cables)
+    found = routed(plan, node_of, memory, may_relay=may_relay, last=last, cables=cables)
     return LoadedPlan(
         plan.digest,
         traffic_of(plan),
@@ -347,7 +353,7 @@ def _links(plan: LoadedPlan) -> tuple[LinkTraffic, ...]:
     for src, dst, nbytes, _ in _pairs(plan.traffic):
         link = node_of[src], node_of[dst]
         needed[link] = needed.get(link, 0) + nbytes
-    moved = plan.routed.links
+    moved = plan.routed.links.by_nodes()
     between = sorted(link for link in moved.keys() | needed.keys() if link[0] != link[1])
     return tuple(LinkTraffic(*link, moved.get(link, 0), needed.get(link, 0)) for link in between)
 
@@ -368,7 +374,7 @@ def _cable_loads(routed: Routed) -> tuple[CableTraffic, ...]:
     """Return what each cable carries, the one that takes longest first."""
     if not routed.cables.are_known:
         return ()
-    links = ((*link, nbytes) for link, nbytes in routed.links.items() if link[0] != link[1])
+    links = ((*link, nbytes) for link, nbytes in routed.links.by_nodes().items() if link[0] != link[1])
     return tuple(
         CableTraffic(load.node, load.is_send, load.nbytes, round(load.speed), _sent(load.seconds))
         for load in loads_of(links, routed.cables)

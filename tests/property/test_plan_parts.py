@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refitd.coordinator.membership import Membership
-from refitd.coordinator.plan_parts import HeldParts, PackedParts
-from refitd.coordinator.plans import LoadedPlan, make_plan, routed
+from refitd.coordinator.plan_parts import HeldParts
+from refitd.coordinator.plans import LoadedPlan, PlanMemory, make_plan, routed
 from refitd.daemon.plan_parts import KeptParts, Missing, NodeTables
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
@@ -77,7 +77,7 @@ def test_parts_hold_no_more_rows_than_the_table(pools: list[Pool], nodes: list[i
     assert sum(len(table.whole()) for table in tables) == len(plan.table)
     assert sorted(i for table in tables for i in table.whole().task_id.tolist()) == sorted(plan.table.task_id.tolist())
     for table in tables:
-        assert len(table.rows) <= len(table.whole())
+        assert len(table.parts.rows) <= len(table.whole())
 
 
 class Node:
@@ -123,7 +123,7 @@ def plan_of(found: list[Roster], number: int = 0) -> LoadedPlan:
     plan = make_plan(found)
     plan.belongs_to("m", {f"member {roster.rank}": roster.rank for roster in found})
     if plan.routed.links:
-        nodes = tuple(sorted({node for link in plan.routed.links for node in link}))
+        nodes = tuple(sorted(plan.routed.links.nodes()))
         key = Secret(bytes(32))
         plan.epoch = EpochPlan(f"e{number}", "gloo", nodes, tuple(f"h {n}" for n in nodes), 1, 1, 1.0, key)
     return plan
@@ -132,7 +132,7 @@ def plan_of(found: list[Roster], number: int = 0) -> LoadedPlan:
 def test_a_whole_message_has_the_rows_of_the_plan() -> None:
     found = rosters([(2, 0), (2, 1), (4, 0)], [0, 0, 1, 1, 1, 2])
     plan, whole = plan_of(found), plan_copies(found)
-    shares = routed(whole, plan.routed.node_of, PackedParts(), may_relay=True)
+    shares = routed(whole, plan.routed.node_of, PlanMemory(), may_relay=True)
     for node in ("n0", "n1", "n2"):
         inner = [i for i in range(len(whole.table)) if {plan.routed.node_of[int(whole.table.src_rank[i])]} == {node}]
         inner = [i for i in inner if plan.routed.node_of[int(whole.table.dst_rank[i])] == node]
@@ -142,7 +142,7 @@ def test_a_whole_message_has_the_rows_of_the_plan() -> None:
 def test_a_replica_that_joins_changes_little_of_what_is_sent() -> None:
     pools = [(2, 0), *[(2, 1)] * 12]
     before, after = (plan_of(rosters(some, [r // 2 for r in range(40)])) for some in (pools, [*pools, (2, 1)]))
-    assert len(after.routed.crossing.table.rows) == len(before.routed.crossing.table.rows), (
+    assert len(after.routed.crossing.table.parts.rows) == len(before.routed.crossing.table.parts.rows), (
         "a row for each kind of copy"
     )
     nodes = {name: Node(1 << 20) for name in set(after.routed.node_of.values())}

@@ -125,7 +125,7 @@ def in_parts(h: Daemon) -> cluster.LoadPlan:
     members = h.fleet(plan_id="before")
     plan = plan_copies([Roster(0, metadata_of(SHARD, 0)), Roster(1, (), metadata_of(SHARD, 1))])
     found = routes_of(plan.shared, {0: "n0", 1: "n0"}).inner.table
-    packed = PackedParts().of(found)
+    packed = PackedParts().of(found.parts)
     return cluster.LoadPlan(
         plan="p",
         model="m",
