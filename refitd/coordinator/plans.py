@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -13,7 +14,7 @@ import xxhash
 
 from refitd.caches import BoundedCache
 from refitd.coordinator.membership import Membership
-from refitd.coordinator.plan_parts import HeldParts, Packed, PackedEpoch, PackedParts
+from refitd.coordinator.plan_parts import HeldParts, Packed, PackedEpoch, PackedParts, in_parts, in_shares
 from refitd.coordinator.rosters import Registered
 from refitd.describe.roster import Roster
 from refitd.offline.clusters import ClusterSpeeds
@@ -28,8 +29,8 @@ from refitd.plan.relays import Relays
 from refitd.plan.remembered import Remembered
 from refitd.plan.routes import KnownRoutes, Links, RoutedTable, routes_of
 from refitd.plan.shared import GlobalPlan
-from refitd.plan.table import CopyTable, CrossingTable, PlanTable
-from refitd.protocol.cluster import EpochPlan, LoadPlan
+from refitd.plan.table import CopyTable, CrossingTable, Int32, PlanTable
+from refitd.protocol.cluster import EpochPlan, LoadPlan, LoadShare
 from refitd.protocol.reports import (
     CableTraffic,
     KeptTraffic,
@@ -45,6 +46,8 @@ from refitd.protocol.reports import (
 RELAYING_SERVICES = frozenset({"gloo", "nixl"})
 
 T = TypeVar("T", bound=PlanTable)
+
+NO_RANKS: Int32 = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -94,6 +97,10 @@ class Shared(Generic[T]):
         order = in_order(node)
         start = offsets_of(node[order], len(number))
         return Shared(routed_table.table, parts.of(routed_table.table.parts), number, use[order], start)
+
+    def has(self, node: str) -> bool:
+        """Return whether a node has any rows."""
+        return len(self._of(node)) > 0
 
     def at(self, node: str) -> Uses:
         """Return the uses that make up a node's rows."""
@@ -167,7 +174,8 @@ class LoadedPlan:
     crossing_s: dict[str, float] = field(default_factory=dict)  # node -> time of its slowest worker in the last swap
     given_whole: set[str] = field(default_factory=set)  # nodes that lacked parts, and were sent all
     _named: dict[int, str] = field(default_factory=dict)  # plan-wide rank -> member id
-    _here: dict[str, list[int]] = field(default_factory=dict)  # node -> the ranks of members there
+    _here: dict[str, Int32] = field(default_factory=dict)  # node -> the ranks of members there
+    _node_at: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # plan-wide rank -> number of its node
     _epoch: PackedEpoch | None = None  # `epoch`, as it travels
 
     def belongs_to(self, model: str, members: dict[str, int]) -> None:
@@ -178,9 +186,15 @@ class LoadedPlan:
         self.id = f"{self.digest}.{xxhash.xxh3_64_hexdigest(model.encode())}"
         self.members = members
         self._named = {rank: member for member, rank in members.items()}
-        self._here = {}
-        for rank in members.values():
-            self._here.setdefault(self.routed.node_of[rank], []).append(rank)
+        number, node_of = {name: i for i, name in enumerate(self.routed.links.names)}, self.routed.node_of
+        self._node_at = np.zeros(1 + max(node_of, default=-1), np.int64)
+        self._node_at[list(node_of)] = [number[node] for node in node_of.values()]
+        ranks = np.sort(np.array(list(members.values()), np.int32))
+        node, order = self._node_at[ranks], in_order(self._node_at[ranks])
+        begins = offsets_of(node[order], len(number)).tolist()
+        self._here = {
+            name: ranks[order[begin:end]] for name, (begin, end) in zip(number, pairwise(begins), strict=True)
+        }
 
     @property
     def digest(self) -> str:
@@ -191,32 +205,43 @@ class LoadedPlan:
         """Return the epoch that a node forms for its part of the plan; "" if it only copies between its own ranks."""
         return self.epoch.id if self.epoch is not None and node in self.epoch.nodes else ""
 
-    def message(self, model: str, membership: Membership, node: str, held: HeldParts | None) -> LoadPlan:
+    def message(self, model: str, membership: Membership, node: str, held: HeldParts | None) -> LoadPlan | LoadShare:
         """Return the part of the plan that `node` executes: what its targets receive and its sources send.
 
         `held` are the parts that the node keeps; one that keeps none is sent its rows.
         """
         routed, packed = self.routed, self._epoch_with(node)
-        # a row between nodes has an end here
-        involved = {*self._here.get(node, ()), *distinct(routed.crossing.at(node).ranks).tolist()}
-        ranks = {rank: self._named[rank] for rank in sorted(involved) if rank in self._named}
-        load = LoadPlan(
-            plan=self.id,
-            model=model,
-            ranks=tuple(ranks),
-            members=tuple(ranks.values()),
-            table={},
-            seeds=tuple(
-                sorted(self.members[m.id] for m in membership.seeds.values() if self.members.get(m.id) in involved)
-            ),
-        )
-        if packed is not None:
-            nodes = tuple(packed.position.get(routed.node_of[rank], -1) for rank in ranks)
-            load = msgspec.structs.replace(load, epoch=packed.epoch, crossing_nodes=nodes)
         tables: dict[str, Shared[Any]] = {"table": routed.inner, "fills": routed.fills}
         if packed is not None:
             tables |= {"crossing": routed.crossing, "onward": routed.onward}
-        return _whole(load, tables, node) if held is None else _in_parts(load, tables, node, packed, held)
+        found = {name: shared.at(node) for name, shared in tables.items() if shared.has(node)}
+        # a row between nodes has an end here
+        ranks = distinct(np.concatenate([self._here.get(node, NO_RANKS), *(uses.ranks for uses in found.values())]))
+        numbers = ranks.tolist()
+        seeds = (self.members.get(member.id, -1) for member in membership.seeds.values())
+        load = LoadPlan(
+            plan=self.id,
+            model=model,
+            ranks=tuple(numbers),
+            members=tuple(map(self._named.__getitem__, numbers)),
+            table={},
+            seeds=tuple(sorted(set(seeds) & set(numbers))),
+        )
+        if held is not None and held.takes_shares:
+            return in_shares(load, *_used(tables, found), self._nodes_of(ranks) if packed else ((), ()), packed, held)
+        if packed is not None:
+            nodes = tuple(packed.position.get(routed.node_of[rank], -1) for rank in numbers)
+            load = msgspec.structs.replace(load, epoch=packed.epoch, crossing_nodes=nodes)
+        if held is None:
+            return _whole(load, tables, node)
+        return in_parts(load, *_used(tables, found), packed, held)
+
+    def _nodes_of(self, ranks: Int32) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Return (nodes, position of each rank's node among these)."""
+        at = self._node_at[ranks]
+        nodes = distinct(at)
+        names = self.routed.links.names
+        return tuple(names[node] for node in nodes.tolist()), tuple(np.searchsorted(nodes, at).tolist())
 
     def _epoch_with(self, node: str) -> PackedEpoch | None:
         """Return the epoch if this node takes part."""
@@ -234,27 +259,15 @@ def _whole(load: LoadPlan, tables: Mapping[str, Shared[Any]], node: str) -> Load
     return msgspec.structs.replace(load, **needed)
 
 
-def _in_parts(
-    load: LoadPlan, tables: Mapping[str, Shared[Any]], node: str, epoch: PackedEpoch | None, held: HeldParts
-) -> LoadPlan:
-    """Return the message with the parts that a node lacks."""
+def _used(tables: Mapping[str, Shared[Any]], found: Mapping[str, Uses]) -> tuple[dict[str, Uses], list[Packed]]:
+    """Return a node's uses with numbers of the parts that it uses, and these parts."""
     parts: list[Packed] = []
-    uses: dict[str, dict[str, bytes]] = {}
-    for name, shared in tables.items():
-        found = shared.at(node)
-        used = distinct(found.part)
-        if len(used):
-            uses[name] = found.with_parts(np.searchsorted(used, found.part) + len(parts)).to_wire()
-            parts += [shared.packed[part] for part in used.tolist()]
-    of_epoch = epoch.parts if epoch is not None else ()
-    return msgspec.structs.replace(
-        load,
-        epoch=epoch.bare if epoch is not None else None,
-        uses=uses,
-        parts=tuple(part.digest for part in parts),
-        epoch_parts=tuple(part.digest for part in of_epoch),
-        given=held.lacking([*parts, *of_epoch]),
-    )
+    uses: dict[str, Uses] = {}
+    for name, some in found.items():
+        used, packed = distinct(some.part), tables[name].packed
+        uses[name] = some.with_parts(np.searchsorted(used, some.part) + len(parts))
+        parts += [packed[part] for part in used.tolist()]
+    return uses, parts
 
 
 class PlanCache:
