@@ -29,6 +29,10 @@ from refitd.protocol.codec import digest_of, pack
 # Parts that a node is taken to hold; of one that holds fewer, or has lost some, `PartsMissing` says so.
 MAX_HELD = 1 << 14
 
+# Shares, ranks and lists of epochs' parts that it is taken to hold: each change of a fleet may make new ones, of which
+# few come back.
+MAX_SHARES = 64
+
 # The version of the protocol from which on daemons know LoadShare.
 SHARES_SINCE = 3_003
 
@@ -50,28 +54,26 @@ class HeldParts:
     def __init__(self, *, takes_shares: bool = True) -> None:
         self.takes_shares = takes_shares
         self._digests: dict[str, None] = {}  # the oldest first
+        self._shares: BoundedCache[str, bool] = BoundedCache(MAX_SHARES)
 
     def lacking(self, parts: Iterable[Packed]) -> dict[str, bytes]:
         """Return those that it has not been sent; they count as sent from now on."""
         found = {part.digest: part.data for part in parts if part.digest not in self._digests}
-        self._sent(found)
+        self._digests.update(dict.fromkeys(found))
+        while len(self._digests) > MAX_HELD:
+            del self._digests[next(iter(self._digests))]
         return found
 
-    def lacks(self, digest: str) -> bool:
-        """Return whether it has not been sent a part, which counts as sent from now on."""
-        if digest in self._digests:
-            return False
-        self._sent((digest,))
-        return True
+    def lacks_share(self, digest: str) -> bool:
+        """Return whether it has not been sent a share, or what goes with one, which counts as sent from now on."""
+        is_new = self._shares.get(digest) is None
+        self._shares.put(digest, True)
+        return is_new
 
     def forget(self) -> None:
         """Note that it may hold none of them."""
         self._digests.clear()
-
-    def _sent(self, digests: Iterable[str]) -> None:
-        self._digests.update(dict.fromkeys(digests))
-        while len(self._digests) > MAX_HELD:
-            del self._digests[next(iter(self._digests))]
+        self._shares.clear()
 
 
 class PackedParts:
@@ -160,11 +162,11 @@ def in_shares(
         parts=tuple(part.digest for part in parts),
     )
     numbers, given = ShareRanks(load.ranks), dict[str, bytes]()
-    if held.lacks(digest := digest_of(share)):
+    if held.lacks_share(digest := digest_of(share)):
         given = {digest: pack(share)} | held.lacking(parts)
-    if held.lacks(of_ranks := digest_of(numbers)):
+    if held.lacks_share(of_ranks := digest_of(numbers)):
         given[of_ranks] = pack(numbers)
-    if epoch is not None and held.lacks(epoch.listed.digest):
+    if epoch is not None and held.lacks_share(epoch.listed.digest):
         given = given | {epoch.listed.digest: epoch.listed.data} | held.lacking(epoch.parts)
     return LoadShare(
         plan=load.plan,

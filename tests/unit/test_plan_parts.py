@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from msgspec import structs
 
-from refitd.coordinator.plan_parts import HeldParts, PackedEpoch, PackedParts
+from refitd.coordinator.plan_parts import MAX_HELD, MAX_SHARES, HeldParts, Packed, PackedEpoch, PackedParts
 from refitd.daemon import actions as act
 from refitd.daemon.plan_parts import MAX_ROWS, KeptParts, Missing
 from refitd.describe.roster import Roster
@@ -152,6 +152,15 @@ def test_an_epochs_nodes_travel_in_parts_of_which_one_changes_with_a_node() -> N
     held = HeldParts()
     assert len(held.lacking(packed(300).parts)) == 16
     assert len(held.lacking(packed(301).parts)) == 1
+
+
+def test_what_a_node_is_taken_to_hold_is_bounded() -> None:
+    held = HeldParts()
+    parts = [Packed(f"{number}", b"part") for number in range(MAX_HELD + 1)]
+    assert len(held.lacking(parts)) == len(parts)
+    assert list(held.lacking(parts[:2])) == ["0"], "the oldest one only"
+    assert all(held.lacks_share(f"{number}") for number in range(MAX_SHARES + 1))
+    assert held.lacks_share("0") and not held.lacks_share(f"{MAX_SHARES}")
 
 
 # --- the daemon -------------------------------------------------------------------------------------------
