@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import resource
+import statistics
 import sys
 import time
 from collections import Counter
@@ -37,7 +38,7 @@ class Figures:
     longest_turn_s: float = 0.0
     encode_s: float = 0.0
     sent_bytes: Counter[str] = field(default_factory=Counter)
-    plans_sent: int = 0
+    plan_bytes: list[int] = field(default_factory=list)  # of the message with the plan to each node
     outcome: str = ""
 
     def shown(self) -> dict[str, Any]:
@@ -48,9 +49,14 @@ class Figures:
             "loop_cpu_s": round(self.loop_s, 3),
             "longest_turn_cpu_s": round(self.longest_turn_s, 3),
             "encode_cpu_s": round(self.encode_s, 3),
-            "plan_messages": self.plans_sent,
-            "plan_bytes": self.sent_bytes["LoadPlan"],
-            "other_bytes": sum(self.sent_bytes.values()) - self.sent_bytes["LoadPlan"],
+            "plan_messages": len(self.plan_bytes),
+            "plan_bytes": sum(self.plan_bytes),
+            "plan_bytes_per_node": {
+                "least": min(self.plan_bytes, default=0),
+                "median": round(statistics.median(self.plan_bytes or [0])),
+                "most": max(self.plan_bytes, default=0),
+            },
+            "other_bytes": sum(self.sent_bytes.values()) - sum(self.plan_bytes),
         }
 
 
@@ -166,8 +172,8 @@ class Fleet:
             return act.FromNode(identity, 0, message)
 
         match sent:
-            case cluster.LoadPlan(plan, epoch=epoch):
-                self.figures.plans_sent += 1
+            case cluster.LoadPlan(plan, epoch=epoch) | cluster.LoadShare(plan, epoch=epoch):
+                self.figures.plan_bytes.append(len(encode(0, sent)))
                 return [said(cluster.PlanLoaded(plan, epoch.id if epoch is not None else ""))]
             case cluster.DigestRegions(swap, table=table):
                 return [said(cluster.RegionsDigested(swap, bytes(8 * int(table["rows"]))))]  # type: ignore[call-overload]
@@ -213,7 +219,7 @@ def measure(model: str, ranks: int, *, keeps_parts: bool = True) -> dict[str, An
         fleet.figures = Figures()
         fleet.swap()
         found[name] = fleet.figures.shown()
-        if caught_up.plans_sent:
+        if caught_up.plan_bytes:
             found[f"{name}: catching up"] = caught_up.shown()
 
     def begin() -> None:
@@ -225,6 +231,8 @@ def measure(model: str, ranks: int, *, keeps_parts: bool = True) -> dict[str, An
     step("the last replica joins", lambda: fleet.join(pools[-1]))
     step("a replica in the middle leaves", lambda: fleet.leave(middle))
     step("it returns", lambda: fleet.join(middle))
+    # by name, as ranks are numbered and take turns: nobody else's rank or turn changes
+    step("the last replica by name leaves", lambda: fleet.leave(max(pools[1:])))
     return {
         "model": model,
         "ranks": ranks,

@@ -113,7 +113,6 @@ class CoordinatorMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         r = registry
-        self._links: dict[str, dict[tuple[str, str], int]] = {}  # of running swaps that are being staged
         self._swaps = Labelled(
             Counter(
                 "refitd_swaps",
@@ -238,17 +237,13 @@ class CoordinatorMetrics:
             return
         plan, within, model = running.plan, done.bytes, running.swap.model
         if plan is not None and plan.epoch is not None:
-            if done.swap not in self._links:
-                self._links[done.swap] = plan.routed.links
-            for (source, target), nbytes in self._links[done.swap].items():
-                if target == node:
-                    self._moved.of(model, source, node, plan.epoch.service).inc(nbytes)
-                    within -= nbytes
+            for source, nbytes in plan.routed.links.into(node).items():
+                self._moved.of(model, source, node, plan.epoch.service).inc(nbytes)
+                within -= nbytes
         if within > 0:
             self._moved.of(model, node, node, WITHIN).inc(within)
 
     def _ended(self, record: SwapRecord) -> None:
-        self._links.pop(record.swap, None)
         report = written_report(record)
         if report is None:
             return

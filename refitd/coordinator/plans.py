@@ -14,23 +14,23 @@ import xxhash
 
 from refitd.caches import BoundedCache
 from refitd.coordinator.membership import Membership
-from refitd.coordinator.plan_parts import HeldParts, Packed, PackedEpoch, PackedParts
+from refitd.coordinator.plan_parts import HeldParts, Packed, PackedEpoch, PackedParts, in_parts, in_shares
 from refitd.coordinator.rosters import Registered
 from refitd.describe.roster import Roster
 from refitd.offline.clusters import ClusterSpeeds
 from refitd.plan.build import plan_copies
 from refitd.plan.cables import EQUAL, Cables, loads_of
-from refitd.plan.columns import Ints, distinct, in_order
+from refitd.plan.columns import Ints, distinct, in_order, offsets_of
 from refitd.plan.cost import Traffic, traffic_of
 from refitd.plan.fills import FillTable
 from refitd.plan.parts import Parted, Uses
 from refitd.plan.regions import Regions
 from refitd.plan.relays import Relays
 from refitd.plan.remembered import Remembered
-from refitd.plan.routes import RoutedTable, routes_of
+from refitd.plan.routes import KnownRoutes, Links, RoutedTable, routes_of
 from refitd.plan.shared import GlobalPlan
-from refitd.plan.table import CopyTable, CrossingTable, PlanTable
-from refitd.protocol.cluster import EpochPlan, LoadPlan
+from refitd.plan.table import CopyTable, CrossingTable, Int32, PlanTable
+from refitd.protocol.cluster import EpochPlan, LoadPlan, LoadShare
 from refitd.protocol.reports import (
     CableTraffic,
     KeptTraffic,
@@ -47,6 +47,8 @@ RELAYING_SERVICES = frozenset({"gloo", "nixl"})
 
 T = TypeVar("T", bound=PlanTable)
 
+NO_RANKS: Int32 = np.zeros(0, np.int32)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Routed:
@@ -55,7 +57,7 @@ class Routed:
     Attributes:
         node_of: plan-wide rank -> node.
         relays: how relaying was decided.
-        links: bytes that cross between nodes in one swap, by (source node, target node).
+        links: bytes that cross between nodes in one swap.
         cables: the speeds that decided.
         inner: copies within a node, and which of their uses each node has; likewise
         crossing: between nodes,
@@ -65,7 +67,7 @@ class Routed:
 
     node_of: dict[int, str]
     relays: Relays
-    links: dict[tuple[str, str], int]
+    links: Links
     cables: Cables
     inner: Shared[CopyTable]
     crossing: Shared[CrossingTable]
@@ -75,25 +77,42 @@ class Routed:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Shared(Generic[T]):
-    """A table in parts, as they travel, and the uses that make up each node's rows."""
+    """A table in parts, as they travel, and the uses that make up each node's rows.
+
+    Those of node number i are uses[start[i] : start[i + 1]], ascending.
+    """
 
     table: Parted[T]
     packed: tuple[Packed, ...]
-    uses: dict[str, Ints]
+    number: dict[str, int]  # of each node
+    uses: Ints
+    start: Ints
 
     @staticmethod
-    def of(routed_table: RoutedTable[T], nodes: Sequence[str], parts: PackedParts) -> Shared[T]:
-        """Share out a table among nodes, by number."""
-        uses = _by_node(len(nodes), routed_table.src, routed_table.dst)
-        return Shared(routed_table.table, parts.of(routed_table.table), dict(zip(nodes, uses, strict=True)))
+    def of(routed_table: RoutedTable[T], number: dict[str, int], parts: PackedParts) -> Shared[T]:
+        """Share out a table among nodes, by number: a use is of the nodes where it begins and ends."""
+        src, dst = routed_table.src, routed_table.dst
+        counts = np.column_stack([np.ones(len(dst), bool), src != dst])
+        node, use = np.column_stack([dst, src])[counts], np.nonzero(counts)[0]
+        order = in_order(node)
+        start = offsets_of(node[order], len(number))
+        return Shared(routed_table.table, parts.of(routed_table.table.parts), number, use[order], start)
+
+    def has(self, node: str) -> bool:
+        """Return whether a node has any rows."""
+        return len(self._of(node)) > 0
 
     def at(self, node: str) -> Uses:
         """Return the uses that make up a node's rows."""
-        return self.table.uses.select(self.uses[node])
+        return self.table.uses.select(self._of(node))
 
     def rows(self, node: str) -> T:
         """Return a node's rows, put together."""
-        return self.table.rows_of(self.uses[node])
+        return self.table.rows_of(self._of(node))
+
+    def _of(self, node: str) -> Ints:
+        number = self.number[node]
+        return self.uses[self.start[number] : self.start[number + 1]]
 
 
 class PlanMemory:
@@ -101,18 +120,20 @@ class PlanMemory:
 
     Attributes:
         descriptions: what was found of descriptions.
+        routes: what was made of rows.
         parts: the parts that were packed.
     """
 
     def __init__(self) -> None:
         self.descriptions = Remembered()
+        self.routes = KnownRoutes()
         self.parts = PackedParts()
 
 
 def routed(
     plan: GlobalPlan,
     node_of: dict[int, str],
-    parts: PackedParts,
+    memory: PlanMemory,
     *,
     may_relay: bool,
     last: Collection[str] = (),
@@ -122,26 +143,18 @@ def routed(
 
     With `may_relay`, nodes may pass on what they have received, those of `last` after all others.
     """
-    routes = routes_of(plan.shared, node_of, may_relay=may_relay, last=last, cables=cables)
+    routes = routes_of(plan.shared, node_of, memory.routes, may_relay=may_relay, last=last, cables=cables)
+    number, parts = {name: i for i, name in enumerate(routes.nodes)}, memory.parts
     return Routed(
         node_of,
         routes.relays,
         routes.links,
         cables,
-        Shared.of(routes.inner, routes.nodes, parts),
-        Shared.of(routes.crossing, routes.nodes, parts),
-        Shared.of(routes.onward, routes.nodes, parts),
-        Shared.of(routes.fills, routes.nodes, parts),
+        Shared.of(routes.inner, number, parts),
+        Shared.of(routes.crossing, number, parts),
+        Shared.of(routes.onward, number, parts),
+        Shared.of(routes.fills, number, parts),
     )
-
-
-def _by_node(nodes: int, src: Ints, dst: Ints) -> list[Ints]:
-    """Return, for each node, the uses that begin or end there, ascending."""
-    counts = np.column_stack([np.ones(len(dst), bool), src != dst])
-    node, row = np.column_stack([dst, src])[counts], np.nonzero(counts)[0]
-    order = in_order(node)
-    bounds = np.searchsorted(node[order], np.arange(nodes + 1)).tolist()
-    return [row[order[begin:end]] for begin, end in pairwise(bounds)]
 
 
 @dataclass
@@ -161,7 +174,8 @@ class LoadedPlan:
     crossing_s: dict[str, float] = field(default_factory=dict)  # node -> time of its slowest worker in the last swap
     given_whole: set[str] = field(default_factory=set)  # nodes that lacked parts, and were sent all
     _named: dict[int, str] = field(default_factory=dict)  # plan-wide rank -> member id
-    _here: dict[str, list[int]] = field(default_factory=dict)  # node -> the ranks of members there
+    _here: dict[str, Int32] = field(default_factory=dict)  # node -> the ranks of members there
+    _node_at: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # plan-wide rank -> number of its node
     _epoch: PackedEpoch | None = None  # `epoch`, as it travels
 
     def belongs_to(self, model: str, members: dict[str, int]) -> None:
@@ -172,9 +186,15 @@ class LoadedPlan:
         self.id = f"{self.digest}.{xxhash.xxh3_64_hexdigest(model.encode())}"
         self.members = members
         self._named = {rank: member for member, rank in members.items()}
-        self._here = {}
-        for rank in members.values():
-            self._here.setdefault(self.routed.node_of[rank], []).append(rank)
+        number, node_of = {name: i for i, name in enumerate(self.routed.links.names)}, self.routed.node_of
+        self._node_at = np.zeros(1 + max(node_of, default=-1), np.int64)
+        self._node_at[list(node_of)] = [number[node] for node in node_of.values()]
+        ranks = np.sort(np.array(list(members.values()), np.int32))
+        node, order = self._node_at[ranks], in_order(self._node_at[ranks])
+        begins = offsets_of(node[order], len(number)).tolist()
+        self._here = {
+            name: ranks[order[begin:end]] for name, (begin, end) in zip(number, pairwise(begins), strict=True)
+        }
 
     @property
     def digest(self) -> str:
@@ -185,32 +205,43 @@ class LoadedPlan:
         """Return the epoch that a node forms for its part of the plan; "" if it only copies between its own ranks."""
         return self.epoch.id if self.epoch is not None and node in self.epoch.nodes else ""
 
-    def message(self, model: str, membership: Membership, node: str, held: HeldParts | None) -> LoadPlan:
+    def message(self, model: str, membership: Membership, node: str, held: HeldParts | None) -> LoadPlan | LoadShare:
         """Return the part of the plan that `node` executes: what its targets receive and its sources send.
 
         `held` are the parts that the node keeps; one that keeps none is sent its rows.
         """
         routed, packed = self.routed, self._epoch_with(node)
-        # a row between nodes has an end here
-        involved = {*self._here.get(node, ()), *distinct(routed.crossing.at(node).ranks).tolist()}
-        ranks = {rank: self._named[rank] for rank in sorted(involved) if rank in self._named}
-        load = LoadPlan(
-            plan=self.id,
-            model=model,
-            ranks=tuple(ranks),
-            members=tuple(ranks.values()),
-            table={},
-            seeds=tuple(
-                sorted(self.members[m.id] for m in membership.seeds.values() if self.members.get(m.id) in involved)
-            ),
-        )
-        if packed is not None:
-            nodes = tuple(packed.position.get(routed.node_of[rank], -1) for rank in ranks)
-            load = msgspec.structs.replace(load, epoch=packed.epoch, crossing_nodes=nodes)
         tables: dict[str, Shared[Any]] = {"table": routed.inner, "fills": routed.fills}
         if packed is not None:
             tables |= {"crossing": routed.crossing, "onward": routed.onward}
-        return _whole(load, tables, node) if held is None else _in_parts(load, tables, node, packed, held)
+        found = {name: shared.at(node) for name, shared in tables.items() if shared.has(node)}
+        # a row between nodes has an end here
+        ranks = distinct(np.concatenate([self._here.get(node, NO_RANKS), *(uses.ranks for uses in found.values())]))
+        numbers = ranks.tolist()
+        seeds = (self.members.get(member.id, -1) for member in membership.seeds.values())
+        load = LoadPlan(
+            plan=self.id,
+            model=model,
+            ranks=tuple(numbers),
+            members=tuple(map(self._named.__getitem__, numbers)),
+            table={},
+            seeds=tuple(sorted(set(seeds) & set(numbers))),
+        )
+        if held is not None and held.takes_shares:
+            return in_shares(load, *_used(tables, found), self._nodes_of(ranks) if packed else ((), ()), packed, held)
+        if packed is not None:
+            nodes = tuple(packed.position.get(routed.node_of[rank], -1) for rank in numbers)
+            load = msgspec.structs.replace(load, epoch=packed.epoch, crossing_nodes=nodes)
+        if held is None:
+            return _whole(load, tables, node)
+        return in_parts(load, *_used(tables, found), packed, held)
+
+    def _nodes_of(self, ranks: Int32) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Return (nodes, position of each rank's node among these)."""
+        at = self._node_at[ranks]
+        nodes = distinct(at)
+        names = self.routed.links.names
+        return tuple(names[node] for node in nodes.tolist()), tuple(np.searchsorted(nodes, at).tolist())
 
     def _epoch_with(self, node: str) -> PackedEpoch | None:
         """Return the epoch if this node takes part."""
@@ -228,27 +259,15 @@ def _whole(load: LoadPlan, tables: Mapping[str, Shared[Any]], node: str) -> Load
     return msgspec.structs.replace(load, **needed)
 
 
-def _in_parts(
-    load: LoadPlan, tables: Mapping[str, Shared[Any]], node: str, epoch: PackedEpoch | None, held: HeldParts
-) -> LoadPlan:
-    """Return the message with the parts that a node lacks."""
+def _used(tables: Mapping[str, Shared[Any]], found: Mapping[str, Uses]) -> tuple[dict[str, Uses], list[Packed]]:
+    """Return a node's uses with numbers of the parts that it uses, and these parts."""
     parts: list[Packed] = []
-    uses: dict[str, dict[str, bytes]] = {}
-    for name, shared in tables.items():
-        found = shared.at(node)
-        used = distinct(found.part)
-        if len(used):
-            uses[name] = found.with_parts(np.searchsorted(used, found.part) + len(parts)).to_wire()
-            parts += [shared.packed[part] for part in used.tolist()]
-    of_epoch = epoch.parts if epoch is not None else ()
-    return msgspec.structs.replace(
-        load,
-        epoch=epoch.bare if epoch is not None else None,
-        uses=uses,
-        parts=tuple(part.digest for part in parts),
-        epoch_parts=tuple(part.digest for part in of_epoch),
-        given=held.lacking([*parts, *of_epoch]),
-    )
+    uses: dict[str, Uses] = {}
+    for name, some in found.items():
+        used, packed = distinct(some.part), tables[name].packed
+        uses[name] = some.with_parts(np.searchsorted(used, some.part) + len(parts))
+        parts += [packed[part] for part in used.tolist()]
+    return uses, parts
 
 
 class PlanCache:
@@ -294,7 +313,7 @@ def make_plan(
     memory = memory or PlanMemory()
     plan = plan_copies(rosters, memory.descriptions, cables)
     node_of = {roster.rank: roster.node for roster in rosters}
-    found = routed(plan, node_of, memory.parts, may_relay=may_relay, last=last, cables=cables)
+    found = routed(plan, node_of, memory, may_relay=may_relay, last=last, cables=cables)
     return LoadedPlan(
         plan.digest,
         traffic_of(plan),
@@ -347,7 +366,7 @@ def _links(plan: LoadedPlan) -> tuple[LinkTraffic, ...]:
     for src, dst, nbytes, _ in _pairs(plan.traffic):
         link = node_of[src], node_of[dst]
         needed[link] = needed.get(link, 0) + nbytes
-    moved = plan.routed.links
+    moved = plan.routed.links.by_nodes()
     between = sorted(link for link in moved.keys() | needed.keys() if link[0] != link[1])
     return tuple(LinkTraffic(*link, moved.get(link, 0), needed.get(link, 0)) for link in between)
 
@@ -368,7 +387,7 @@ def _cable_loads(routed: Routed) -> tuple[CableTraffic, ...]:
     """Return what each cable carries, the one that takes longest first."""
     if not routed.cables.are_known:
         return ()
-    links = ((*link, nbytes) for link, nbytes in routed.links.items() if link[0] != link[1])
+    links = ((*link, nbytes) for link, nbytes in routed.links.by_nodes().items() if link[0] != link[1])
     return tuple(
         CableTraffic(load.node, load.is_send, load.nbytes, round(load.speed), _sent(load.seconds))
         for load in loads_of(links, routed.cables)

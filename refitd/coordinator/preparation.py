@@ -154,9 +154,8 @@ class Preparation:
             reason = f"{gone[0].describe()}: version {running.version} was replaced by newer ones before it was read"
             self._step(state, decision.AbortAsked(reason, SwapCause.OVERTAKEN), now)
             return
-        links = plan.routed.links
-        if links and plan.epoch is None:
-            plan.epoch = self._epochs.new({node for link in links for node in link})
+        if plan.routed.links and plan.epoch is None:
+            plan.epoch = self._epochs.new(plan.routed.links.nodes())
         state.running.plan = plan
         nbytes = plan.traffic.total_bytes + membership.converted_bytes()
         more = frozenset(plan.epoch.nodes if plan.epoch is not None else ())

@@ -28,7 +28,7 @@ from refitd.coordinator.drains import Drains
 from refitd.coordinator.live_versions import LiveVersions, NoPast, Past
 from refitd.coordinator.members import Member, Node
 from refitd.coordinator.models import MAX_HISTORY, Models, Recent, Waiter
-from refitd.coordinator.plan_parts import HeldParts
+from refitd.coordinator.plan_parts import SHARES_SINCE, HeldParts
 from refitd.coordinator.records import Drained, SwapRecord
 from refitd.coordinator.recovery import Recovery
 from refitd.coordinator.registrations import Registrations
@@ -255,7 +255,7 @@ class CoordinatorState:
         if old is not None and not (repeats and all(member.node != name for member in self._members.values())):
             said = f"its daemon has {'introduced itself' if same else 'started'} again"
             self._forget_node(name, said, now, event="node-again" if same else "node-lost")
-        held = HeldParts() if message.keeps_parts else None
+        held = HeldParts(takes_shares=message.protocol >= SHARES_SINCE) if message.keeps_parts else None
         node = Node(identity, message.status, now, event.key, event.allowed, message.protocol, held)
         self._node_at[identity] = self.nodes[name] = node
         protocol = versions.shown(message.protocol)

@@ -107,7 +107,7 @@ def _links(state: ModelState, service: str) -> list[LinkStatus]:
             state=LinkState.UP if is_up else LinkState.DOWN,
             seconds=plan.crossing_s.get(target, 0.0),
         )
-        for (source, target), nbytes in sorted(plan.routed.links.items())
+        for (source, target), nbytes in plan.routed.links.by_nodes().items()
     ]
 
 

@@ -50,7 +50,7 @@ class CoordinatorOrders:
                 if text != self._refusal:  # it is asked every second
                     self._refusal = text
                     parts.log("coordinator-refused", reason=text)
-            case cluster.LoadPlan():
+            case cluster.LoadPlan() | cluster.LoadShare():
                 parts.plans.load(message)
             case cluster.DropPlan(plan):
                 parts.arenas.free(parts.plans.drop(plan))

@@ -136,19 +136,21 @@ class LocalPlans:
         """Return a plan that is ready for use, None otherwise."""
         return self._plans.get(plan)
 
-    def load(self, message: cluster.LoadPlan) -> None:
+    def load(self, asked: cluster.LoadPlan | cluster.LoadShare) -> None:
         """Load a plan and keep it until it is dropped; form its epoch if it crosses nodes."""
-        self._unneeded |= self.drop(message.plan)
+        self._unneeded |= self.drop(asked.plan)
         try:
+            message = self._parts.unfolded(asked)
+            if isinstance(message, Missing):
+                self._lacks_parts(asked, message)
+                return
             found = self._parts.tables(message)
             if isinstance(found, Missing):
-                self._log("plan-parts-missing", plan=message.plan, missing=found.count, reason=found.reason)
-                epoch = message.epoch.id if message.epoch is not None else ""
-                self._say(cluster.PartsMissing(plan=message.plan, epoch=epoch, missing=found.count))
+                self._lacks_parts(asked, found)
                 return
             outer = self._outer(message, found)
         except ValueError as exc:
-            self._plan_refused(message, str(exc))
+            self._plan_refused(asked, str(exc))
             return
         members = dict(zip(message.ranks, message.members, strict=True))
         fills, seeds = found.fills, frozenset(message.seeds)
@@ -213,7 +215,12 @@ class LocalPlans:
             raise ValueError("a crossing row names a rank whose node is not in the epoch")
         return OuterTransfers(node_transfers(table, node_of, epoch.lanes), epoch.nodes.index(self._node), epoch)
 
-    def _plan_refused(self, message: cluster.LoadPlan, reason: str) -> None:
+    def _lacks_parts(self, message: cluster.LoadPlan | cluster.LoadShare, missing: Missing) -> None:
+        self._log("plan-parts-missing", plan=message.plan, missing=missing.count, reason=missing.reason)
+        epoch = message.epoch.id if message.epoch is not None else ""
+        self._say(cluster.PartsMissing(plan=message.plan, epoch=epoch, missing=missing.count))
+
+    def _plan_refused(self, message: cluster.LoadPlan | cluster.LoadShare, reason: str) -> None:
         self._log("bad-plan", plan=message.plan, reason=reason)
         epoch = message.epoch.id if message.epoch is not None else ""
         where = f"node {self._node}"

@@ -129,7 +129,7 @@ class Timeline:
 
     def _told(self, message: cluster.CoordinatorMessage) -> None:
         match message:
-            case cluster.LoadPlan(plan=plan):
+            case cluster.LoadPlan(plan=plan) | cluster.LoadShare(plan=plan):
                 self._plans[plan] = self._now, None
                 while len(self._plans) > MAX_SWAPS:
                     self._plans.popitem(last=False)

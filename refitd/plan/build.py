@@ -23,14 +23,15 @@ from refitd.plan.alike import joined_alike
 from refitd.plan.bundles import KnownBundles, bundles_for, set_bytes_of
 from refitd.plan.cables import EQUAL, Cables, Floats
 from refitd.plan.coalesce import Rows
-from refitd.plan.columns import Ints, find, hashed, in_order, mixed, numbered, offsets_of, ranges
+from refitd.plan.columns import Ints, find, first_alike, hashed, in_order, mixed, numbered, offsets_of, ranges
 from refitd.plan.fills import shared_fills
+from refitd.plan.kept import Kept
 from refitd.plan.layouts import Layouts, Side
 from refitd.plan.match import Match, match
 from refitd.plan.ops import ReshardPlan
 from refitd.plan.read_rosters import read_rosters
 from refitd.plan.regions import held_by_classes
-from refitd.plan.remembered import Found, KeptRows, Remembered
+from refitd.plan.remembered import Found, Remembered
 from refitd.plan.replicas import Demands, choose_sources
 from refitd.plan.senders import Shares
 from refitd.plan.shared import GlobalPlan, SharedPlan
@@ -140,7 +141,7 @@ def _members(side: Side) -> tuple[Ints, Ints]:
     return offsets_of(side.rank_class[order], side.classes), order
 
 
-def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted, known: KeptRows) -> SharedPlan:
+def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted, known: Kept[Rows]) -> SharedPlan:
     """Join the pieces that each pair of ranks exchanges into rows; pairs with equal copies share their rows.
 
     Rows of the same pieces as before are those that are `known`.
@@ -155,20 +156,14 @@ def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted, known: Kep
     job_start = np.flatnonzero(opens)
     job_class = layouts.source.rank_class[src[job_start]]
     content = np.add.reduceat(mixed(run), job_start) if len(run) else np.zeros(0, np.uint64)
-    example, kind = numbered(hashed([content, job_class]))
-    # order kinds by their first job, so that the order depends on ranks alone
-    rank_of_kind = np.empty(len(example), np.int64)
-    by_example = np.argsort(example)
-    rank_of_kind[by_example] = np.arange(len(example))
-    example, kind = example[by_example], rank_of_kind[kind]
+    # kinds are in the order of their first jobs, which depends on ranks alone
+    first = first_alike(hashed([content, job_class]))
+    example, kind = numbered(first)
 
     run_count = np.diff(np.append(job_start, len(src)))[example]
     owner, at = ranges(job_start[example], run_count)
     runs = (owner, low[at], high[at], job_class[example])
-    rows = known.made_of(runs)
-    if rows is None:
-        rows = _rows(layouts, found, *runs)
-        known.keep(runs, rows)
+    rows = known.made_of(runs, lambda: _rows(layouts, found, *runs))
     return SharedPlan(
         tensors=layouts.tensors,
         locals=layouts.locals,

@@ -117,6 +117,24 @@ def in_order(*keys: Ints) -> Ints:
     return np.argsort(together.astype(np.uint16) if math.prod(bounds) <= 1 << 16 else together, kind="stable")
 
 
+def first_alike(keys: npt.NDArray[Any]) -> Ints:
+    """Return, for each row, the first row with the same key."""
+    rows = np.arange(len(keys), dtype=np.int32 if len(keys) < 1 << 31 else np.int64)
+    if bound := below(keys):
+        slot = keys
+    else:
+        bits = max(1, 2 * len(keys) - 1).bit_length()
+        slot = ((keys.astype(np.uint64) * _GOLDEN) >> np.uint64(64 - bits)).astype(np.int64)
+        bound = 1 << bits
+    first = np.empty(bound, rows.dtype)
+    first[slot[::-1]] = rows[::-1]
+    found: Ints = first[slot].astype(np.int64)
+    if slot is not keys and len(others := np.flatnonzero(keys[found] != keys)):  # keys that share another one's slot
+        _, example, number = np.unique(keys[others], return_index=True, return_inverse=True)
+        found[others] = others[example[number]]
+    return found
+
+
 def numbered(keys: npt.NDArray[Any]) -> tuple[Ints, Ints]:
     """Number distinct keys: returns (index of the first row of each distinct key, number of each row's key)."""
     if bound := below(keys):
@@ -125,8 +143,11 @@ def numbered(keys: npt.NDArray[Any]) -> tuple[Ints, Ints]:
         there = np.flatnonzero(first >= 0)
         number[there] = np.arange(len(there))
         return first[there], number[keys]
-    _, first, number = np.unique(keys, return_index=True, return_inverse=True)
-    return first.astype(np.int64), number.astype(np.int64)
+    alike, number = first_alike(keys), np.empty(len(keys), np.int64)
+    there = np.flatnonzero(alike == np.arange(len(keys)))
+    there = there[np.argsort(keys[there])]
+    number[there] = np.arange(len(there))
+    return there, number[alike]
 
 
 def numbered_lists(values: Ints, start: Ints) -> tuple[Ints, Ints]:
@@ -164,3 +185,15 @@ def find(sorted_keys: npt.NDArray[Any], keys: npt.NDArray[Any]) -> Ints:
     at = np.searchsorted(sorted_keys, keys)
     at[at == len(sorted_keys)] = 0
     return np.where(sorted_keys[at] == keys, at, -1)
+
+
+def among(some: npt.NDArray[Any], keys: npt.NDArray[Any]) -> Bools:
+    """Return whether each key is one of some, which may be in any order and repeated."""
+    bound = 1 + max(int(some.max(initial=0)), int(keys.max(initial=0)))
+    if bound > TABLE * (len(some) + len(keys)) or min(some.min(initial=0), keys.min(initial=0)) < 0:
+        sought: Bools = find(distinct(some), keys) >= 0
+        return sought
+    there = np.zeros(bound, bool)
+    there[some] = True
+    found: Bools = there[keys]
+    return found

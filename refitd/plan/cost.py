@@ -112,10 +112,11 @@ def traffic_of(plan: GlobalPlan) -> Traffic:
     low, high = shared.row_start[shared.job_rows], shared.row_start[shared.job_rows + 1]
     # usually one job per pair, but a plan may split a pair's copies over several
     key = shared.job_dst.astype(np.int64) << 32 | shared.job_src.astype(np.int64)
-    pairs, which = np.unique(key, return_inverse=True)
-    moved, copies = np.zeros(len(pairs), np.int64), np.zeros(len(pairs), np.int64)
-    np.add.at(moved, which, before[high] - before[low])
-    np.add.at(copies, which, high - low)
+    begin = np.flatnonzero(np.append(True, np.diff(key) != 0)[: len(key)])  # jobs are sorted
+    pairs = key[begin]
+    moved, copies = (
+        np.add.reduceat(of, begin) if len(begin) else of for of in (before[high] - before[low], high - low)
+    )
     times = np.bincount(shared.job_rows, minlength=len(shared.row_start) - 1).astype(np.int64)
     performed = np.repeat(times, np.diff(shared.row_start))
     tensor_bytes, tensor_copies = np.zeros(len(shared.tensors), np.int64), np.zeros(len(shared.tensors), np.int64)

@@ -24,8 +24,10 @@ from refitd.plan.columns import (
     numbered,
     numbered_lists,
     offsets_of,
+    range_values,
     ranges,
 )
+from refitd.plan.kept import Kept
 from refitd.plan.shared import SharedPlan
 from refitd.plan.table import CopyTable
 
@@ -79,13 +81,14 @@ class Deliveries:
         return find(self.src * self.nodes + self.node, src * self.nodes + node)
 
 
-def deliveries_of(plan: SharedPlan, jobs: Ints, at: Ints) -> Deliveries:
+def deliveries_of(plan: SharedPlan, jobs: Ints, at: Ints, known: Kept[Patterns]) -> Deliveries:
     """Return the deliveries of jobs that cross between nodes.
 
     Args:
         plan: the plan.
         jobs: its jobs whose ranks are on different nodes.
         at: number of each rank's node.
+        known: the patterns that were made last of the plan's rows.
     """
     src, dst, kind = plan.job_src[jobs], plan.job_dst[jobs], plan.job_rows[jobs]
     order = in_order(src, at[dst], dst)
@@ -94,16 +97,18 @@ def deliveries_of(plan: SharedPlan, jobs: Ints, at: Ints) -> Deliveries:
     begin = np.flatnonzero(np.append(True, (np.diff(src) != 0) | (np.diff(node) != 0))[: len(src)])
     start = np.append(begin, len(src))
     example, pattern = numbered_lists(kind, begin)
-    patterns = _patterns(plan, kind, start[example], np.diff(start)[example])
+    count = np.diff(start)[example]
+    kinds = kind[range_values(start[example], count)]
+    patterns = known.made_of((kinds, count), lambda: _patterns(plan, kinds, count))
     nodes = 1 + int(at.max(initial=-1))
     return Deliveries(src[begin], node[begin], nodes, pattern, start, dst, patterns)
 
 
-def _patterns(plan: SharedPlan, kind: Ints, begin: Ints, count: Ints) -> Patterns:
-    """Return the patterns that kinds begin : begin + count make."""
-    of_job, job = ranges(begin, count)
-    of_line, row = ranges(plan.row_start[kind[job]], np.diff(plan.row_start)[kind[job]])
-    pattern, member = of_job[of_line], (job - begin[of_job])[of_line]
+def _patterns(plan: SharedPlan, kind: Ints, count: Ints) -> Patterns:
+    """Return the patterns of jobs of these kinds: the first `count[0]` are the first pattern's, and so on."""
+    of_job, nth = ranges(np.zeros(len(count), np.int64), count)
+    of_line, row = ranges(plan.row_start[kind], np.diff(plan.row_start)[kind])
+    pattern, member = of_job[of_line], nth[of_line]
     box = source_boxes(plan.rows)[row]
     boxes = 1 + int(box.max(initial=-1))
     first, number = numbered(pattern * boxes + box)  # the first line of each, whose destination comes first
@@ -121,14 +126,14 @@ def _patterns(plan: SharedPlan, kind: Ints, begin: Ints, count: Ints) -> Pattern
     pairs = distinct(pattern * max(1, len(lots)) + of_box[box])
     of_pattern = pairs // max(1, len(lots))
     return Patterns(
-        start=offsets_of(pattern, len(begin)),
+        start=offsets_of(pattern, len(count)),
         member=member,
         row=row,
         box=box,
         giver=giver,
         lot=of_box[box],
         lot_bytes=lot_bytes,
-        lot_start=offsets_of(of_pattern, len(begin)),
+        lot_start=offsets_of(of_pattern, len(count)),
         lots=pairs - of_pattern * len(lots),
     )
 

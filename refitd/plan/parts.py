@@ -73,24 +73,15 @@ class Uses:
         return replace(self, part=part.astype(np.int32))
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Parted(Generic[T]):
-    """A table in parts. In a part, ranks are positions among the ranks of a use, and task ids are places alone.
+@dataclass(frozen=True, eq=False)
+class PartRows(Generic[T]):
+    """The rows of all parts. In a part, ranks are positions among the ranks of a use, and task ids are places alone.
 
-    Attributes:
-        rows: the rows of all parts.
-        start: part i has rows start[i] : start[i + 1], shape [parts + 1].
-        uses: the table as uses of its parts.
+    Part i has rows start[i] : start[i + 1]; `start` has the shape [parts + 1].
     """
 
     rows: T
     start: Ints
-    uses: Uses
-
-    @staticmethod
-    def of(rows: T, start: Ints, part: Ints, count: Ints, ranks: Ints, path: Ints, hop: Ints) -> Parted[T]:
-        """Return a table of parts that are used as the other columns say (Uses)."""
-        return Parted(rows, start, Uses(*(column.astype(np.int32) for column in (part, count, path, hop, ranks))))
 
     def __len__(self) -> int:
         return len(self.start) - 1
@@ -99,8 +90,9 @@ class Parted(Generic[T]):
         """Return a part, with only the names that its rows use."""
         return self.rows.select(slice(int(self.start[number]), int(self.start[number + 1]))).with_own_names()
 
+    @functools.cached_property
     def contents(self) -> list[bytes]:
-        """Return a digest of each part's content: its rows, and all names. Equal parts of other names differ."""
+        """A digest of each part's content: its rows, and all names. Equal parts of other names differ."""
         rows, names = self.rows, xxhash.xxh3_128(type(self.rows).__name__.encode())
         for name in NAMES:
             names.update(_digest_of(getattr(rows, name, None)))
@@ -110,12 +102,26 @@ class Parted(Generic[T]):
         bounds, named = self.start.tolist(), names.digest()
         return [named + xxhash.xxh3_128_digest(matrix[first:end].data) for first, end in pairwise(bounds)]
 
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Parted(Generic[T]):
+    """A table as uses of parts."""
+
+    parts: PartRows[T]
+    uses: Uses
+
+    @staticmethod
+    def of(parts: PartRows[T], part: Ints, count: Ints, ranks: Ints, path: Ints, hop: Ints) -> Parted[T]:
+        """Return a table of parts that are used as the other columns say (Uses)."""
+        return Parted(parts, Uses(*(column.astype(np.int32) for column in (part, count, path, hop, ranks))))
+
     def rows_of(self, uses: Ints) -> T:
         """Return the rows of some uses, in their order, with only the names that they use."""
         some = self.uses.select(uses)
         used = distinct(some.part)
-        parts = [self.part(number) for number in used.tolist()]
-        return assembled(type(self.rows), some.with_parts(np.searchsorted(used, some.part)), parts).with_own_names()
+        parts = [self.parts.part(number) for number in used.tolist()]
+        some = some.with_parts(np.searchsorted(used, some.part))
+        return assembled(type(self.parts.rows), some, parts).with_own_names()
 
     def whole(self) -> T:
         """Return all rows, put together."""

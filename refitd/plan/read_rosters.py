@@ -74,8 +74,9 @@ def label_of(roster: Roster) -> str:
 
 def nodes_of(ordered: Sequence[Roster]) -> Ints:
     """Return the number of each roster's node, by order of first rank; -1 if it has none."""
-    numbers = {node: i for i, node in enumerate(dict.fromkeys(r.node for r in ordered if r.node))}
-    return np.array([numbers.get(r.node, -1) for r in ordered], np.int64)
+    nodes = [roster.node for roster in ordered]
+    numbers = {node: i for i, node in enumerate(filter(None, dict.fromkeys(nodes)))} | {"": -1}
+    return np.array([*map(numbers.__getitem__, nodes)], np.int64)
 
 
 def read_rosters(rosters: Sequence[Roster]) -> tuple[Layouts, list[str]]:

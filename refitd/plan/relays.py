@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from refitd.plan.cables import EQUAL, Cables, Floats
-from refitd.plan.columns import Bools, Ints, distinct, numbered, numbered_lists, offsets_of, range_values, ranges
+from refitd.plan.columns import Bools, Ints, first_alike, numbered, numbered_lists, offsets_of, range_values, ranges
 from refitd.plan.deliveries import Deliveries
 
 # A path is cut into about this many messages, as far as a message may be so small (copy_services/packed.py).
@@ -186,7 +186,7 @@ def _hardly_faster(found: Deliveries, at: Ints, nodes: _Nodes) -> Relays | None:
     In a large fleet with as many that send this is soon said.
     """
     alike = found.src * (1 + int(found.pattern.max())) + found.pattern
-    if len(distinct(alike)) == len(alike):
+    if (first_alike(alike) == np.arange(len(alike))).all():
         return None  # perhaps no two nodes need the same
     patterns = found.patterns
     nbytes = np.add.reduceat(patterns.lot_bytes[patterns.lots], patterns.lot_start[:-1])[found.pattern]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ from refitd.describe.roster import Roster
 from refitd.plan.bundles import KnownBundles
 from refitd.plan.coalesce import Rows
 from refitd.plan.columns import Ints
+from refitd.plan.kept import Kept
 from refitd.plan.layouts import Layouts
 from refitd.plan.match import Match
 from refitd.plan.read_rosters import MAX_RANK, SIDES, label_of, nodes_of
@@ -21,23 +23,6 @@ from refitd.plan.validate import CoverageProof
 
 # How many fleets' descriptions are remembered: a replica that joins is planned for alone, then with all others.
 KEPT = 2
-
-
-class KeptRows:
-    """The rows of the last plan, and the pieces that they were made of: most changes of a fleet change neither."""
-
-    def __init__(self) -> None:
-        self._pieces: tuple[Ints, ...] = ()
-        self._rows: Rows | None = None
-
-    def made_of(self, pieces: tuple[Ints, ...]) -> Rows | None:
-        """Return the rows of these pieces, if they are the last ones."""
-        same = len(self._pieces) == len(pieces) and all(map(np.array_equal, self._pieces, pieces))
-        return self._rows if same else None
-
-    def keep(self, pieces: tuple[Ints, ...], rows: Rows) -> None:
-        """Remember the rows of these pieces instead of any others."""
-        self._pieces, self._rows = pieces, rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +36,7 @@ class Found:
     match: Match
     held: HeldByClasses
     bundles: KnownBundles = field(default_factory=KnownBundles)
-    rows: KeptRows = field(default_factory=KeptRows)
+    rows: Kept[Rows] = field(default_factory=Kept)
     proof: CoverageProof = field(default_factory=CoverageProof)
 
 
@@ -91,10 +76,10 @@ class Remembered:
     def _again(ordered: Sequence[Roster], kept: _Last) -> Found | None:
         sides: list[Ints] = []
         for side, lists, classes in zip(SIDES, kept.lists, kept.classes, strict=True):
-            ids = [id(getattr(roster, side)) for roster in ordered]
-            if [*dict.fromkeys(ids)] != [id(each) for each in lists]:
+            ids = [*map(id, map(attrgetter(side), ordered))]
+            if [*dict.fromkeys(ids)] != [*map(id, lists)]:
                 return None
-            sides.append(np.array([classes[each] for each in ids], np.int64))
+            sides.append(np.array([*map(classes.__getitem__, ids)], np.int64))
         layouts = kept.found.layouts
         if not np.array_equal(_is_repeated(sides[0]), _is_repeated(layouts.source.rank_class)):
             return None
@@ -103,7 +88,7 @@ class Remembered:
             layouts=replace(
                 layouts,
                 ranks=np.array([roster.rank for roster in ordered], np.int64),
-                labels=tuple(label_of(roster) for roster in ordered),
+                labels=tuple(map(label_of, ordered)),
                 nodes=nodes_of(ordered),
                 source=replace(layouts.source, rank_class=sides[0]),
                 destination=replace(layouts.destination, rank_class=sides[1]),
@@ -131,10 +116,12 @@ class Remembered:
 
 def _ordered(rosters: Sequence[Roster]) -> list[Roster] | None:
     """Return the rosters sorted by rank; None if a rank is invalid or repeated."""
-    if not all(isinstance(roster.rank, int) and 0 <= roster.rank <= MAX_RANK for roster in rosters):
+    ranks = [roster.rank for roster in rosters]
+    if not all(isinstance(rank, int) for rank in ranks) or len(set(ranks)) != len(ranks):
         return None
-    found = sorted(rosters, key=lambda roster: roster.rank)
-    return found if len({roster.rank for roster in found}) == len(found) else None
+    if ranks and not (min(ranks) >= 0 and max(ranks) <= MAX_RANK):
+        return None
+    return sorted(rosters, key=attrgetter("rank"))
 
 
 def _is_repeated(rank_class: Ints) -> npt.NDArray[np.bool_]:

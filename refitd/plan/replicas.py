@@ -26,7 +26,7 @@ import numpy.typing as npt
 from refitd.describe.layout import canonical_name
 from refitd.describe.metadata import ParameterMetadata
 from refitd.errors import PlanError
-from refitd.plan.columns import Ints, distinct, find, in_order, numbered, offsets_of, ranges
+from refitd.plan.columns import Bools, Ints, among, distinct, first_alike, in_order, numbered, offsets_of, ranges
 from refitd.plan.origins import origins_by_speed
 from refitd.plan.senders import Shares, one_sender_each, send_more_than_they_receive
 
@@ -88,9 +88,13 @@ def choose_sources(
         set_bytes: [sets].
         speed: [ranks] bytes per second that each can send to other nodes; None: all the same.
     """
-    first, which = _needed_once(demands, set_of, holder_of, nodes, content)
+    places = 1 + int(nodes.max(initial=-1))
+    # whether a holder is on the demand's node; places begin at 1, 0 is that of ranks whose node is not known
+    is_near = among(set_of * (places + 1) + nodes[holder_of] + 1, demands.set * (places + 1) + nodes[demands.rank] + 1)
+    is_near &= nodes[demands.rank] >= 0
+    first, which = _needed_once(demands, nodes, content, is_near)
     some = Demands(demands.rank[first], demands.set[first], demands.bundle[first])
-    shares = _chosen(some, set_of, holder_of, nodes, bundle_start, piece_bytes, speed)
+    shares = _chosen(some, set_of, holder_of, nodes, is_near[first], bundle_start, piece_bytes, speed)
     if send_more_than_they_receive(shares, some.rank, nodes, piece_bytes):
         shares = one_sender_each(shares, some.rank, some.set, set_of, holder_of, nodes, before, set_bytes)
     if len(first) == len(which):
@@ -104,17 +108,15 @@ def choose_sources(
     return Shares(demand, shares.low[at] + shift, shares.high[at] + shift, shares.holder[at])
 
 
-def _needed_once(demands: Demands, set_of: Ints, holder_of: Ints, nodes: Ints, content: Ints) -> tuple[Ints, Ints]:
+def _needed_once(demands: Demands, nodes: Ints, content: Ints, is_near: Bools) -> tuple[Ints, Ints]:
     """Return (demands to choose holders for, the number among these of each demand that it is served like).
 
     What ranks of one node need alike from other nodes comes from one holder, so that it crosses once.
     """
     node, places = nodes[demands.rank], 1 + int(nodes.max(initial=-1))
-    held = distinct(set_of * (places + 1) + nodes[holder_of] + 1)
-    far = np.flatnonzero((node >= 0) & (find(held, demands.set * (places + 1) + node + 1) < 0))
-    example, number = numbered(content[demands.bundle[far]] * places + node[far])
+    far = np.flatnonzero((node >= 0) & ~is_near)
     first = np.arange(len(node))
-    first[far] = far[example[number]]
+    first[far] = far[first_alike(content[demands.bundle[far]] * places + node[far])]
     chosen = np.flatnonzero(first == np.arange(len(node)))
     position = np.zeros(len(node), np.int64)
     position[chosen] = np.arange(len(chosen))
@@ -126,12 +128,13 @@ def _chosen(
     set_of: Ints,
     holder_of: Ints,
     nodes: Ints,
+    is_near: Bools,
     bundle_start: Ints,
     piece_bytes: Ints,
     speed: Floats | None,
 ) -> Shares:
     """Choose the holders that serve each demand; arguments are those of `choose_sources`."""
-    turns = _take_turns(demands, set_of, holder_of, nodes)
+    turns = _take_turns(demands, set_of, holder_of, nodes, is_near)
     low, high = bundle_start[demands.bundle], bundle_start[demands.bundle + 1]
     local = turns.turn < 0
     at = turns.start[turns.turn] + turns.position if len(turns.start) else turns.position
@@ -169,20 +172,22 @@ def _by_speed(
     return Shares(*np.concatenate([kept, [which[demand], low, high, holder]], axis=1))
 
 
-def _take_turns(demands: Demands, set_of: Ints, holder_of: Ints, nodes: Ints) -> _Turns:
+def _take_turns(demands: Demands, set_of: Ints, holder_of: Ints, nodes: Ints, is_near: Bools) -> _Turns:
     ranks, node_count = len(nodes), int(nodes.max(initial=-1)) + 1
     order = np.lexsort((holder_of, nodes[holder_of], set_of))
     set_of, holders = set_of[order], holder_of[order]
-    local = find(np.sort(set_of * ranks + holders), demands.set * ranks + demands.rank) >= 0
-    places = set_of * (node_count + 1) + nodes[holders] + 1
-    near = demands.set * (node_count + 1) + nodes[demands.rank] + 1
-    example, place = numbered(near)
-    begin, end = (np.searchsorted(places, near[example], side=side) for side in ("left", "right"))
-    near_start, near_count = begin[place], (end - begin)[place]
-    known = (nodes[demands.rank] >= 0) & (near_count > 0)
+    is_holder = np.zeros(ranks, bool)
+    is_holder[holders] = True
+    local = is_holder[demands.rank]
+    local[local] = among(set_of * ranks + holders, demands.set[local] * ranks + demands.rank[local])
     begins = offsets_of(set_of, 1 + int(demands.set.max(initial=-1)))
-    set_start, set_count = begins[demands.set], np.diff(begins)[demands.set]
-    start, count = np.where(known, near_start, set_start), np.where(known, near_count, set_count)
+    start, set_count = begins[demands.set], np.diff(begins)[demands.set]
+    count = set_count.copy()
+    # holders of a demand's own node are next to each other
+    places = set_of * (node_count + 1) + nodes[holders] + 1
+    near = demands.set[is_near] * (node_count + 1) + nodes[demands.rank[is_near]] + 1
+    start[is_near], end = (np.searchsorted(places, near, side=side) for side in ("left", "right"))
+    count[is_near] = end - start[is_near]
     remote = np.flatnonzero(~local)
     # of the groups that begin with one holder, one is the whole set
     first, number = numbered(2 * start[remote] + (count == set_count)[remote])

@@ -5,20 +5,23 @@ No copy is looked at for itself: parts are made of rows that ranks share, and ev
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from refitd.plan.cables import EQUAL, Cables
+from refitd.plan.coalesce import Rows
 from refitd.plan.columns import Bools, Ints, distinct, find, numbered, offsets_of, range_values, ranges
 from refitd.plan.deliveries import Deliveries, Patterns, deliveries_of
 from refitd.plan.fills import FillTable
-from refitd.plan.parts import Parted
+from refitd.plan.kept import Kept
+from refitd.plan.parts import Parted, PartRows
 from refitd.plan.relays import LEAST_BYTES, Moves, Relays, direct, relayed
+from refitd.plan.remembered import KEPT
 from refitd.plan.shared import SharedPlan
-from refitd.plan.table import CopyTable, CrossingTable, PlanTable
+from refitd.plan.table import CopyTable, CrossingTable, Int32, PlanTable
 
 T = TypeVar("T", bound=PlanTable)
 
@@ -33,13 +36,49 @@ class RoutedTable(Generic[T]):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Links:
+    """Bytes that cross between nodes in one swap: move i brings nbytes[i] from node names[src[i]] to names[dst[i]].
+
+    They are summed up by whoever wants to know: no plan needs it.
+    """
+
+    names: list[str]
+    src: Int32
+    dst: Int32
+    nbytes: Ints
+
+    def __bool__(self) -> bool:
+        return bool(len(self.nbytes))
+
+    def nodes(self) -> set[str]:
+        """Return the nodes that send or receive."""
+        return {self.names[node] for column in (self.src, self.dst) for node in distinct(column).tolist()}
+
+    def into(self, node: str) -> dict[str, int]:
+        """Return the bytes that come to a node from each other one, in order."""
+        here = self.dst == self.names.index(node)
+        return {src: nbytes for (src, _), nbytes in self._summed(self.src[here], self.dst[here], self.nbytes[here])}
+
+    def by_nodes(self) -> dict[tuple[str, str], int]:
+        """Return bytes by (source node, target node), in order."""
+        return dict(self._summed(self.src, self.dst, self.nbytes))
+
+    def _summed(self, src: Int32, dst: Int32, nbytes: Ints) -> Iterator[tuple[tuple[str, str], int]]:
+        first, which = numbered(src.astype(np.int64) * len(self.names) + dst)
+        total = np.zeros(len(first), np.int64)
+        np.add.at(total, which, nbytes)
+        for source, target, summed in zip(src[first].tolist(), dst[first].tolist(), total.tolist(), strict=True):
+            yield (self.names[source], self.names[target]), summed
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Routes:
     """A plan's copies and fills by where they run.
 
     Attributes:
         nodes: the nodes' names, by number.
         relays: how relaying was decided.
-        links: bytes that cross between nodes in one swap, by (source node, target node).
+        links: bytes that cross between nodes.
         inner: copies within a node; likewise
         crossing: between nodes,
         onward: within a node, of what has crossed,
@@ -48,16 +87,69 @@ class Routes:
 
     nodes: list[str]
     relays: Relays
-    links: dict[tuple[str, str], int]
+    links: Links
     inner: RoutedTable[CopyTable]
     crossing: RoutedTable[CrossingTable]
     onward: RoutedTable[CopyTable]
     fills: RoutedTable[FillTable]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _CrossingParts:
+    """The parts of what crosses. The ranks of a part are its slots: first those before it, then those here."""
+
+    parts: PartRows[CrossingTable]
+    nbytes: Ints  # [parts]
+    slot_start: Ints  # [parts + 1]
+    before: Ints  # [parts] how many of a part's slots are of ranks before
+    member: Ints  # [slots] the number of a rank among the destinations of its delivery; 0 for a source
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _OnwardParts:
+    """The parts of what is copied onward: part p is what destination src[p] of a delivery gives to its dst[p]."""
+
+    parts: PartRows[CopyTable]
+    of_pattern: Ints  # [patterns + 1] into the parts
+    src: Ints
+    dst: Ints
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _OfRows:
+    """What was made of the rows of one plan, for other plans of the same rows."""
+
+    rows: Rows
+    tensors: tuple[str, ...]
+    locals: tuple[str, ...]
+    patterns: Kept[Patterns] = field(default_factory=Kept)
+    inner: Kept[PartRows[CopyTable]] = field(default_factory=Kept)
+    crossing: Kept[_CrossingParts] = field(default_factory=Kept)
+    onward: Kept[_OnwardParts] = field(default_factory=Kept)
+
+    def is_of(self, plan: SharedPlan) -> bool:
+        """Return whether a plan has the same rows, of the same tensors."""
+        return self.rows is plan.rows and self.tensors == plan.tensors and self.locals == plan.locals
+
+
+class KnownRoutes:
+    """Remembers what was made of the rows of the last plans, as many as `Remembered` does. Owned by who plans again."""
+
+    def __init__(self) -> None:
+        self._kept: list[_OfRows] = []  # the one used last comes last
+
+    def of(self, plan: SharedPlan) -> _OfRows:
+        """Return what is known of the plan's rows."""
+        found = next((kept for kept in self._kept if kept.is_of(plan)), None)
+        found = found or _OfRows(plan.rows, plan.tensors, plan.locals)
+        self._kept = [*(kept for kept in self._kept if kept is not found), found][-KEPT:]
+        return found
+
+
 def routes_of(
     plan: SharedPlan,
     node_of: Mapping[int, str],
+    known: KnownRoutes | None = None,
     *,
     may_relay: bool = True,
     least_bytes: int = LEAST_BYTES,
@@ -69,52 +161,78 @@ def routes_of(
     Args:
         plan: the plan.
         node_of: rank -> node, of every rank of the plan.
+        known: what was made of the rows of the plans before.
         may_relay: whether nodes may pass on what they have received.
         least_bytes: the least that is worth a path (refitd.plan.relays).
         last: nodes that pass on after all others.
         cables: the speeds of their cables.
     """
+    of_rows = (known or KnownRoutes()).of(plan)
     names = sorted(set(node_of.values()))
     number = {name: i for i, name in enumerate(names)}
     at = np.zeros(1 + max(node_of, default=0), np.int64)
     at[list(node_of)] = [number[name] for name in node_of.values()]
     is_near = at[plan.job_src] == at[plan.job_dst]
-    found = deliveries_of(plan, np.flatnonzero(~is_near), at)
+    found = deliveries_of(plan, np.flatnonzero(~is_near), at, of_rows.patterns)
     moves, relays = direct(found), Relays()
     if may_relay:
         moves, relays = relayed(found, at, names, least_bytes, last, cables)
-    crossing, nbytes = _crossing(plan, found, moves, at)
-    link = crossing.src * len(names) + crossing.dst
-    first, which = numbered(link)
-    moved = np.zeros(len(first), np.int64)
-    np.add.at(moved, which, nbytes)
-    between = [(names[key // len(names)], names[key % len(names)]) for key in link[first].tolist()]
-    links = dict(zip(between, moved.tolist(), strict=True))
-    inner = _inner(plan, np.flatnonzero(is_near), at)
-    return Routes(names, relays, links, inner, crossing, _onward(plan, found), _fills(plan, at))
+    crossing, nbytes = _crossing(plan, found, moves, at, of_rows.crossing)
+    return Routes(
+        nodes=names,
+        relays=relays,
+        links=Links(names, crossing.src.astype(np.int32), crossing.dst.astype(np.int32), nbytes),
+        inner=_inner(plan, np.flatnonzero(is_near), at, of_rows.inner),
+        crossing=crossing,
+        onward=_onward(plan, found, of_rows.onward),
+        fills=_fills(plan, at),
+    )
 
 
-def _inner(plan: SharedPlan, jobs: Ints, at: Ints) -> RoutedTable[CopyTable]:
+def _inner(plan: SharedPlan, jobs: Ints, at: Ints, known: Kept[PartRows[CopyTable]]) -> RoutedTable[CopyTable]:
     """Return the jobs of ranks of one node: rows of one kind are a part."""
     kinds, src, dst = distinct(plan.job_rows[jobs]), plan.job_src[jobs], plan.job_dst[jobs]
-    count = np.diff(plan.row_start)[kinds]
-    row = range_values(plan.row_start[kinds], count)
-    table = CopyTable(**_columns(plan, row, np.zeros(len(row), np.int64), np.ones(len(row), np.int64)))
-    start, part = np.append(0, np.cumsum(count)), np.searchsorted(kinds, plan.job_rows[jobs])
-    none = np.zeros(len(jobs), np.int64)
-    parted = Parted.of(table, start, part, none + 2, np.column_stack([src, dst]).reshape(-1), none, none)
+    parts = known.made_of((kinds,), lambda: _inner_parts(plan, kinds))
+    part, none = np.searchsorted(kinds, plan.job_rows[jobs]), np.zeros(len(jobs), np.int64)
+    parted = Parted.of(parts, part, none + 2, np.column_stack([src, dst]).reshape(-1), none, none)
     return RoutedTable(parted, at[src], at[dst])
 
 
-def _crossing(plan: SharedPlan, found: Deliveries, moves: Moves, at: Ints) -> tuple[RoutedTable[CrossingTable], Ints]:
+def _inner_parts(plan: SharedPlan, kinds: Ints) -> PartRows[CopyTable]:
+    count = np.diff(plan.row_start)[kinds]
+    row = range_values(plan.row_start[kinds], count)
+    table = CopyTable(**_columns(plan, row, np.zeros(len(row), np.int64), np.ones(len(row), np.int64)))
+    return PartRows(table, np.append(0, np.cumsum(count)))
+
+
+def _crossing(
+    plan: SharedPlan, found: Deliveries, moves: Moves, at: Ints, known: Kept[_CrossingParts]
+) -> tuple[RoutedTable[CrossingTable], Ints]:
     """Return the moves, and the bytes of each. Those with the same lots of the same patterns are uses of one part."""
     patterns, is_passed = found.patterns, moves.before >= 0
     here = found.pattern[moves.delivery]
     before = np.where(is_passed, found.pattern[moves.before], -1)
     count = len(patterns.start)
     example, part = numbered((moves.lots * count + before + 1) * count + here)
-    here, before, lots = here[example], before[example], moves.lots[example]
-    crossing = _CrossingLines(patterns, moves)
+    made_of = (patterns, here[example], before[example], moves.lots[example], moves.set_start, moves.set_lots)
+    parts = known.made_of(made_of, lambda: _crossing_parts(plan, *made_of))
+    # the ranks of a move: those of the slots before, then those here
+    slots_of = np.diff(parts.slot_start)[part]
+    of_source = len(found.dst) + moves.delivery
+    begin = np.column_stack([np.where(is_passed, found.start[moves.before], of_source), found.start[moves.delivery]])
+    slots = np.column_stack([parts.before[part], slots_of - parts.before[part]])
+    member = parts.member[range_values(parts.slot_start[part], slots_of)]
+    ranks = np.append(found.dst, found.src)[np.repeat(begin.reshape(-1), slots.reshape(-1)) + member]
+    parted = Parted.of(parts.parts, part, slots_of, ranks, moves.path, moves.hop)
+    source = np.where(is_passed, found.node[moves.before], at[found.src[moves.delivery]])
+    return RoutedTable(parted, source, found.node[moves.delivery]), parts.nbytes[part]
+
+
+def _crossing_parts(
+    plan: SharedPlan, patterns: Patterns, here: Ints, before: Ints, lots: Ints, set_start: Ints, set_lots: Ints
+) -> _CrossingParts:
+    """Return the parts of moves of sets of lots, from one pattern (-1: from a source) to another."""
+    crossing = _CrossingLines(patterns, set_start, set_lots)
     of, line = crossing.of(here, lots)
     given = np.flatnonzero(before >= 0)
     _, giver = crossing.of(before[given], lots[given])
@@ -122,37 +240,29 @@ def _crossing(plan: SharedPlan, found: Deliveries, moves: Moves, at: Ints) -> tu
     by_giver = before[of] >= 0
     src, row, giver_row = np.zeros(len(line), np.int64), patterns.row[line], np.full(len(line), -1)
     src[by_giver], giver_row[by_giver] = patterns.member[giver], patterns.row[giver]
-    # the ranks of a part: those before, then those here
     members = 1 + int(patterns.member.max(initial=0))
     keys = np.concatenate([of * 2 * members + src, (of * 2 + 1) * members + patterns.member[line]])
     slots = distinct(keys)
-    slot_start = offsets_of(slots // (2 * members), len(example))
+    half = offsets_of(slots // members, 2 * len(here))
+    slot_start = half[::2]
     src, dst = np.split(np.searchsorted(slots, keys) - slot_start[np.concatenate([of, of])], 2)
     table = CrossingTable(**_columns(plan, row, src, dst, giver_row))
-    slots_of = np.diff(slot_start)[part]
-    move, slot = ranges(slot_start[part], slots_of)
-    is_here, member = slots[slot] // members % 2 == 1, slots[slot] % members
-    delivery = np.where(is_here, moves.delivery[move], moves.before[move])
-    at_source = delivery < 0
-    ranks = found.dst[np.where(at_source, 0, found.start[delivery] + member)]
-    ranks = np.where(at_source, found.src[moves.delivery[move]], ranks)
-    parted = Parted.of(table, offsets_of(of, len(example)), part, slots_of, ranks, moves.path, moves.hop)
-    nbytes = np.zeros(len(example), np.int64)
+    nbytes = np.zeros(len(here), np.int64)
     np.add.at(nbytes, of, table.row_bytes)
-    source = np.where(is_passed, found.node[moves.before], at[found.src[moves.delivery]])
-    return RoutedTable(parted, source, found.node[moves.delivery]), nbytes[part]
+    parts = PartRows(table, offsets_of(of, len(here)))
+    return _CrossingParts(parts, nbytes, slot_start, half[1::2] - slot_start[:-1], slots % members)
 
 
 class _CrossingLines:
     """Finds the lines of patterns that cross and are of given lots, in the order of their boxes."""
 
-    def __init__(self, patterns: Patterns, moves: Moves) -> None:
+    def __init__(self, patterns: Patterns, set_start: Ints, set_lots: Ints) -> None:
         crossing, of_line = np.flatnonzero(patterns.crosses), patterns.of_line
         self._lines = crossing[np.lexsort((patterns.box[crossing], of_line[crossing]))]
         self._start = offsets_of(of_line[self._lines], len(patterns.start) - 1)
         self._lot, self._lots = patterns.lot, max(1, len(patterns.lot_bytes))
-        sets = np.repeat(np.arange(len(moves.set_start) - 1), np.diff(moves.set_start))
-        self._wanted = sets * self._lots + moves.set_lots
+        sets = np.repeat(np.arange(len(set_start) - 1), np.diff(set_start))
+        self._wanted = sets * self._lots + set_lots
 
     def of(self, pattern: Ints, lots: Ints) -> tuple[Ints, Ints]:
         """Return (which of the questions, line) of each line of these patterns whose lot is in these sets."""
@@ -162,9 +272,17 @@ class _CrossingLines:
         return of[wanted], line[wanted]
 
 
-def _onward(plan: SharedPlan, found: Deliveries) -> RoutedTable[CopyTable]:
+def _onward(plan: SharedPlan, found: Deliveries, known: Kept[_OnwardParts]) -> RoutedTable[CopyTable]:
     """Return the copies of what has crossed. What one destination of a pattern gives to another is a part."""
-    patterns = found.patterns
+    parts = known.made_of((found.patterns,), lambda: _onward_parts(plan, found.patterns))
+    delivery, part = ranges(parts.of_pattern[found.pattern], np.diff(parts.of_pattern)[found.pattern])
+    begin, none = found.start[delivery], np.zeros(len(part), np.int64)
+    ranks = np.column_stack([found.dst[begin + parts.src[part]], found.dst[begin + parts.dst[part]]]).reshape(-1)
+    node = found.node[delivery]
+    return RoutedTable(Parted.of(parts.parts, part, none + 2, ranks, none, none), node, node)
+
+
+def _onward_parts(plan: SharedPlan, patterns: Patterns) -> _OnwardParts:
     line = np.flatnonzero(~patterns.crosses)
     giver, pattern = patterns.giver[line], patterns.of_line[line]
     order = np.lexsort((line, patterns.member[giver], patterns.member[line], pattern))
@@ -174,13 +292,12 @@ def _onward(plan: SharedPlan, found: Deliveries) -> RoutedTable[CopyTable]:
     first = np.flatnonzero(np.append(True, differs)[: len(line)])
     row = patterns.row[line]
     columns = _columns(plan, row, np.zeros(len(row), np.int64), np.ones(len(row), np.int64), patterns.row[giver])
-    of_pattern = offsets_of(pattern[first], len(patterns.start) - 1)
-    delivery, part = ranges(of_pattern[found.pattern], np.diff(of_pattern)[found.pattern])
-    begin, none = found.start[delivery], np.zeros(len(part), np.int64)
-    ranks = np.column_stack([found.dst[begin + src[first][part]], found.dst[begin + dst[first][part]]]).reshape(-1)
-    parted = Parted.of(CopyTable(**columns), np.append(first, len(line)), part, none + 2, ranks, none, none)
-    node = found.node[delivery]
-    return RoutedTable(parted, node, node)
+    return _OnwardParts(
+        parts=PartRows(CopyTable(**columns), np.append(first, len(line))),
+        of_pattern=offsets_of(pattern[first], len(patterns.start) - 1),
+        src=src[first],
+        dst=dst[first],
+    )
 
 
 def _fills(plan: SharedPlan, at: Ints) -> RoutedTable[FillTable]:
@@ -197,7 +314,8 @@ def _fills(plan: SharedPlan, at: Ints) -> RoutedTable[FillTable]:
         stride=fills.stride,
     )
     none, node = np.zeros(len(fills.rank), np.int64), at[fills.rank]
-    return RoutedTable(Parted.of(table, fills.row_start, fills.kind, none + 1, fills.rank, none, none), node, node)
+    parts = PartRows(table, fills.row_start)
+    return RoutedTable(Parted.of(parts, fills.kind, none + 1, fills.rank, none, none), node, node)
 
 
 def _columns(plan: SharedPlan, row: Ints, src: Ints, dst: Ints, giver: Ints | None = None) -> dict[str, Any]:

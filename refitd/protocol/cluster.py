@@ -195,7 +195,7 @@ class PlanRefused(Message, frozen=True):
 
 
 class PartsMissing(Message, frozen=True):
-    """The node lacks parts that a LoadPlan names. Answered by the LoadPlan with all of its parts."""
+    """The node lacks parts that a LoadPlan or LoadShare names. Answered by the same with all of its parts."""
 
     plan: Name
     epoch: Label
@@ -430,6 +430,50 @@ class LoadPlan(Message, frozen=True):
     given: dict[str, bytes] = msgspec.field(default_factory=dict)
 
 
+class NodeShare(Value, frozen=True):
+    """What one node executes of a plan, without numbers of ranks, which change. It travels packed, by digest.
+
+    `uses` and `parts` are as in LoadPlan, but for ranks: here and in `seeds` these are positions in `members`. Member i
+    is on nodes[at[i]], if anything crosses between nodes.
+    """
+
+    members: tuple[Name, ...]
+    nodes: tuple[Name, ...]
+    at: tuple[Small, ...]
+    seeds: tuple[Small, ...]
+    uses: dict[str, dict[str, bytes]]
+    parts: tuple[Name, ...]
+
+
+class ShareRanks(Value, frozen=True):
+    """The plan-wide ranks of the members of a NodeShare. It travels packed, by digest."""
+
+    ranks: tuple[Count, ...]
+
+
+class EpochParts(Value, frozen=True):
+    """The digests of the EpochPart values of an epoch. It travels packed, by digest."""
+
+    parts: tuple[Name, ...]
+
+
+class LoadShare(Message, frozen=True):
+    """A LoadPlan by digests, so that a node for which nothing changes is told little; from minor version 3 on.
+
+    `share`, `ranks` and `epoch_parts` ("" without an epoch) name a NodeShare, ShareRanks and EpochParts; `epoch` has no
+    nodes. `given` has what these are made of, packed, and themselves, unless the node is known to hold it. A node that
+    lacks any of it says PartsMissing.
+    """
+
+    plan: Name
+    model: Name
+    share: Name
+    ranks: Name
+    epoch_parts: Label = ""
+    epoch: EpochPlan | None = None
+    given: dict[str, bytes] = msgspec.field(default_factory=dict)
+
+
 class EpochValue(Message, frozen=True):
     """The value of a worker of this lane on another node."""
 
@@ -616,6 +660,7 @@ CoordinatorMessage = (
     | Done
     | Failure
     | LoadPlan
+    | LoadShare
     | EpochValue
     | DropPlan
     | MeasureCable

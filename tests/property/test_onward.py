@@ -150,7 +150,8 @@ def test_every_rank_gets_its_slices(fleet: tuple[list[Roster], dict[int, str], C
     routes = routes_of(plan.shared, node_of, least_bytes=0, cables=cables)
     crossing = routes_of(plan.shared, node_of, may_relay=False).crossing.table.whole()
     rows, relays, onward = routes.crossing.table.whole(), routes.relays, routes.onward.table.whole()
-    assert len(routes.inner.table.whole()) == (~crosses).sum() and sum(routes.links.values()) == rows.total_bytes
+    assert len(routes.inner.table.whole()) == (~crosses).sum()
+    assert sum(routes.links.by_nodes().values()) == rows.total_bytes
     check_paths(rows, relays, crossing, node_of)
     assert relays.seconds <= relays.direct_seconds
     rows = CrossingTable.from_wire(rows.with_own_names().to_wire())
@@ -219,7 +220,8 @@ def test_what_one_engine_holds_in_a_row_and_another_in_pieces_crosses_once() -> 
         Roster(3, (), [meta("w", (96,), 3, tiles=pieces)], "e"),
     ]
     plan = plan_copies(rosters)
-    assert routes_of(plan.shared, {roster.rank: roster.node for roster in rosters}).links == {("t", "e"): 12 * 8 * 2}
+    links = routes_of(plan.shared, {roster.rank: roster.node for roster in rosters}).links
+    assert links.by_nodes() == {("t", "e"): 12 * 8 * 2}
     oracle.check(plan.table, rosters, {"w": (12, 8)})
 
 
@@ -275,7 +277,7 @@ def test_replicas_of_a_node_get_it_once_however_many_replicas_of_the_trainer_hol
             )
     plan = plan_copies(rosters)
     links = routes_of(plan.shared, {roster.rank: roster.node for roster in rosters}).links
-    assert sum(links.values()) == sum(2 * int(np.prod(shape)) for shape in SHAPES.values())
+    assert sum(links.by_nodes().values()) == sum(2 * int(np.prod(shape)) for shape in SHAPES.values())
 
 
 @pytest.mark.parametrize(("trainer", "copies"), [(1, 4), (2, 2), (2, 4), (4, 1)])
@@ -296,7 +298,7 @@ def test_a_trainers_cable_carries_one_copy_however_many_of_its_ranks_hold_the_sa
     plan = plan_copies(rosters)
     routes = routes_of(plan.shared, node_of, least_bytes=0)
     whole = 8 * 64 * 128 * 2
-    assert sum(nbytes for (src, _), nbytes in routes.links.items() if src == "train") == whole
+    assert sum(nbytes for (src, _), nbytes in routes.links.by_nodes().items() if src == "train") == whole
     assert routes.relays.bytes == whole and routes.relays.direct_bytes == len(engines) * whole
     rows = routes.crossing.table.whole()
     sent: Counter[int] = Counter()

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refitd.coordinator.membership import Membership
-from refitd.coordinator.plan_parts import HeldParts, PackedParts
-from refitd.coordinator.plans import LoadedPlan, make_plan, routed
+from refitd.coordinator.plan_parts import HeldParts
+from refitd.coordinator.plans import LoadedPlan, PlanMemory, make_plan, routed
 from refitd.daemon.plan_parts import KeptParts, Missing, NodeTables
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
@@ -18,7 +18,7 @@ from refitd.plan.build import plan_copies
 from refitd.plan.routes import routes_of
 from refitd.plan.table import CopyTable
 from refitd.protocol.base import Secret
-from refitd.protocol.cluster import EpochPlan, LoadPlan
+from refitd.protocol.cluster import EpochPlan, LoadPlan, LoadShare
 
 SHAPES = {"a": (8, 12), "b": (24,), "c": (4, 8, 8)}
 FLEET = Membership("m", auto_swap=False)
@@ -77,41 +77,51 @@ def test_parts_hold_no_more_rows_than_the_table(pools: list[Pool], nodes: list[i
     assert sum(len(table.whole()) for table in tables) == len(plan.table)
     assert sorted(i for table in tables for i in table.whole().task_id.tolist()) == sorted(plan.table.task_id.tolist())
     for table in tables:
-        assert len(table.rows) <= len(table.whole())
+        assert len(table.parts.rows) <= len(table.whole())
 
 
 class Node:
     """A node's daemon, as far as plans go, and what the coordinator takes it to hold."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self.held, self.kept = HeldParts(), KeptParts(max_bytes)
+    def __init__(self, max_bytes: int, *, takes_shares: bool = True) -> None:
+        self.held, self.kept = HeldParts(takes_shares=takes_shares), KeptParts(max_bytes)
 
-    def load(self, plan: LoadedPlan, name: str) -> tuple[NodeTables, LoadPlan]:
-        message = plan.message("m", FLEET, name, self.held)
-        found = self.kept.tables(message)
-        if isinstance(found, Missing):
-            self.held.forget()
+    def load(self, plan: LoadedPlan, name: str) -> tuple[NodeTables, LoadPlan, LoadPlan | LoadShare]:
+        """Return the node's rows, the plan that it reads them of, and the message that it was sent."""
+        for _ in range(2):
             message = plan.message("m", FLEET, name, self.held)
-            found = self.kept.tables(message)
-        assert isinstance(found, NodeTables)
-        return found, message
+            load = self.kept.unfolded(message)
+            found = load if isinstance(load, Missing) else self.kept.tables(load)
+            if not isinstance(load, Missing) and not isinstance(found, Missing):
+                return found, load, message
+            self.held.forget()
+        raise AssertionError("it lacks what it was given")
 
 
 @settings(max_examples=3, deadline=None)
-@given(st.lists(st.tuples(POOLS, NODES), min_size=2, max_size=4), st.sampled_from([0, 3000, 1 << 20]), st.data())
+@given(
+    st.lists(st.tuples(POOLS, NODES), min_size=2, max_size=4),
+    st.sampled_from([0, 3000, 1 << 20]),
+    st.booleans(),
+    st.data(),
+)
 def test_a_node_has_the_same_plan_whatever_it_had_and_has_lost(
-    fleets: list[tuple[list[Pool], list[int]]], max_bytes: int, data: st.DataObject
+    fleets: list[tuple[list[Pool], list[int]]], max_bytes: int, takes_shares: bool, data: st.DataObject
 ) -> None:
     nodes: dict[str, Node] = {}
     for number, (pools, places) in enumerate(fleets):
         plan = plan_of(rosters(pools, places), number)
         for name in sorted(set(plan.routed.node_of.values())):
-            node = nodes.setdefault(name, Node(max_bytes))
+            node = nodes.setdefault(name, Node(max_bytes, takes_shares=takes_shares))
             if data.draw(st.booleans()):
                 node.kept = KeptParts(max_bytes)  # as if its daemon had lost them, and the coordinator did not know
-            (found, message), whole = node.load(plan, name), KeptParts().tables(plan.message("m", FLEET, name, None))
+            (found, load, _), asked = node.load(plan, name), plan.message("m", FLEET, name, None)
+            assert isinstance(asked, LoadPlan)
+            whole = KeptParts().tables(asked)
             assert isinstance(whole, NodeTables)
-            assert not message.table and found.epoch == whole.epoch
+            assert not load.table and found.epoch == whole.epoch
+            for said in ("plan", "model", "ranks", "members", "crossing_nodes", "seeds"):
+                assert getattr(load, said) == getattr(asked, said)
             for field in fields(NodeTables):
                 one, other = getattr(found, field.name), getattr(whole, field.name)
                 if field.name != "epoch":
@@ -123,7 +133,7 @@ def plan_of(found: list[Roster], number: int = 0) -> LoadedPlan:
     plan = make_plan(found)
     plan.belongs_to("m", {f"member {roster.rank}": roster.rank for roster in found})
     if plan.routed.links:
-        nodes = tuple(sorted({node for link in plan.routed.links for node in link}))
+        nodes = tuple(sorted(plan.routed.links.nodes()))
         key = Secret(bytes(32))
         plan.epoch = EpochPlan(f"e{number}", "gloo", nodes, tuple(f"h {n}" for n in nodes), 1, 1, 1.0, key)
     return plan
@@ -132,7 +142,7 @@ def plan_of(found: list[Roster], number: int = 0) -> LoadedPlan:
 def test_a_whole_message_has_the_rows_of_the_plan() -> None:
     found = rosters([(2, 0), (2, 1), (4, 0)], [0, 0, 1, 1, 1, 2])
     plan, whole = plan_of(found), plan_copies(found)
-    shares = routed(whole, plan.routed.node_of, PackedParts(), may_relay=True)
+    shares = routed(whole, plan.routed.node_of, PlanMemory(), may_relay=True)
     for node in ("n0", "n1", "n2"):
         inner = [i for i in range(len(whole.table)) if {plan.routed.node_of[int(whole.table.src_rank[i])]} == {node}]
         inner = [i for i in inner if plan.routed.node_of[int(whole.table.dst_rank[i])] == node]
@@ -142,16 +152,22 @@ def test_a_whole_message_has_the_rows_of_the_plan() -> None:
 def test_a_replica_that_joins_changes_little_of_what_is_sent() -> None:
     pools = [(2, 0), *[(2, 1)] * 12]
     before, after = (plan_of(rosters(some, [r // 2 for r in range(40)])) for some in (pools, [*pools, (2, 1)]))
-    assert len(after.routed.crossing.table.rows) == len(before.routed.crossing.table.rows), (
+    assert len(after.routed.crossing.table.parts.rows) == len(before.routed.crossing.table.parts.rows), (
         "a row for each kind of copy"
     )
     nodes = {name: Node(1 << 20) for name in set(after.routed.node_of.values())}
-    first = {name: node.load(before, name)[1] for name, node in nodes.items() if name != "n13"}
-    again = {name: node.load(after, name)[1] for name, node in nodes.items()}
-    given = [sum(map(len, message.given.values())) for message in (*first.values(), *again.values())]
-    assert sum(given[:13]) > 4 * sum(given[13:])
-    unchanged = [name for name in first if not set(again[name].parts) - set(first[name].parts)]
-    assert len(unchanged) >= 12 and all(not set(again[name].given) & set(again[name].parts) for name in unchanged)
+    first = {name: node.load(before, name) for name, node in nodes.items() if name != "n13"}
+    again = {name: node.load(after, name) for name, node in nodes.items()}
+    given = [sum(map(len, load.given.values())) for _, load, _ in (*first.values(), *again.values())]
+    assert sum(given[:13]) > 2 * sum(given[13:])
+    unchanged = [name for name in first if not set(again[name][1].parts) - set(first[name][1].parts)]
+    assert len(unchanged) >= 12 and all(not set(again[name][1].given) & set(again[name][1].parts) for name in unchanged)
+    messages = [(one, other) for (_, _, one), (_, _, other) in ((first[name], again[name]) for name in first)]
+    same = [(one, other) for one, other in messages if isinstance(one, LoadShare) and isinstance(other, LoadShare)]
+    same = [(one, other) for one, other in same if (one.share, one.ranks) == (other.share, other.ranks)]
+    assert len(same) == 12, "all but the source's node"
+    # a node for which nothing changes hears of another epoch alone: its nodes, in parts
+    assert all(other.epoch_parts in other.given and len(other.given) == 2 for _, other in same)
 
 
 def test_parts_name_no_rank() -> None:

@@ -130,10 +130,16 @@ class Harness:
         return [message for _, _, message in self.sent]
 
     def join(
-        self, node: str = "n0", pid: int = 10, workers: tuple[int, ...] = (), *, keeps_parts: bool = False
+        self,
+        node: str = "n0",
+        pid: int = 10,
+        workers: tuple[int, ...] = (),
+        *,
+        keeps_parts: bool = False,
+        protocol: int = PROTOCOL_VERSION,
     ) -> Self:
         status = NodeStatus(node=node, host="h", pid=pid, workers=workers, clients=0, arenas=0, arena_bytes=0)
-        hello = cluster.NodeHello(protocol=PROTOCOL_VERSION, status=status, keeps_parts=keeps_parts)
+        hello = cluster.NodeHello(protocol=protocol, status=status, keeps_parts=keeps_parts)
         assert isinstance(self.say(node, hello)[-1], cluster.NodeWelcome)
         return self
 

@@ -200,4 +200,4 @@ def test_a_kept_plan_is_made_anew_if_a_node_that_passes_on_has_lost_its_base() -
 def test_a_model_that_has_no_ranks_any_more_has_a_plan_that_moves_nothing() -> None:
     plan = make_plan([])
     assert plan.traffic.total_bytes == 0 and not plan.routed.links and not plan.senders
-    assert not plan.routed.inner.uses
+    assert not len(plan.routed.inner.uses)

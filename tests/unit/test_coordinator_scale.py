@@ -36,7 +36,7 @@ def swapped(h: Harness, version: int, count: int) -> None:
         match message:
             case cluster.DigestRegions(asked, table=table):
                 h.say(node, cluster.RegionsDigested(asked, bytes(8 * int(table["rows"]))))
-            case cluster.LoadPlan(plan, epoch=epoch):
+            case cluster.LoadShare(plan, epoch=epoch):
                 h.say(node, cluster.PlanLoaded(plan, epoch.id if epoch is not None else ""))
             case cluster.Stage(swap):
                 staged += 1
