@@ -339,9 +339,13 @@ def _holds(tensor: torch.Tensor, tile: Tile, weight: torch.Tensor) -> bool:
         box = weight[tuple(slice(o, o + n) for o, n in zip(offset, tile.size, strict=True))]
         mine = flat.as_strided(tile.size, tile.local_stride, flat.storage_offset() + local)
         converted = box.to(mine.dtype)
-        if not torch.equal(mine.contiguous().view(torch.uint8), converted.contiguous().view(torch.uint8)):
+        if not torch.equal(_bytes(mine), _bytes(converted)):
             return False
     return True
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _is_filled(tensor: torch.Tensor, meta: ParameterMetadata, fill: float) -> bool:
@@ -353,4 +357,4 @@ def _is_filled(tensor: torch.Tensor, meta: ParameterMetadata, fill: float) -> bo
             at = tile.local_offset + (i * r.local_step if r else 0)
             rest.as_strided(tile.size, tile.local_stride, at).fill_(False)
     left = tensor.detach().reshape(-1)[rest.to(tensor.device)]
-    return bool(torch.eq(left, fill).all())
+    return torch.equal(_bytes(left), _bytes(torch.full_like(left, fill)))
