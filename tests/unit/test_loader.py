@@ -209,6 +209,25 @@ def test_casts_are_declared() -> None:
 
 
 @pytest.mark.parametrize(
+    ("held", "dtype"), [("int32", torch.int64), ("int32", torch.float32), ("float32", torch.float8_e4m3fn)]
+)
+def test_a_conversion_that_no_worker_does_is_computed(held: str, dtype: torch.dtype) -> None:
+    params = {"w": torch.zeros(4, 3, dtype=dtype)}
+    shapes = {"w": ((4, 3), getattr(torch, held))}
+    trace = trace_loader(params, lambda ws: [params["w"].copy_(w) for _, w in ws], shapes)
+    assert trace.computed == {"w": ("w",)} and not trace.metadata
+
+
+def test_overlapping_windows_are_tiles_of_their_own() -> None:
+    def load(params: dict[str, torch.Tensor], weights: Weights) -> None:
+        for _, w in weights:
+            params["w"].copy_(w.reshape(-1).unfold(0, 16, 8))
+
+    trace = judge({"w": empty(5, 16)}, load, {"a": (12, 4)})
+    assert all(tile.repeat is None or tile.repeat.step >= tile.size[0] for tile in trace.metadata["w"].tiles or ())
+
+
+@pytest.mark.parametrize(
     ("load", "says"),
     [
         (lambda p, w: p["w"][:2].copy_(w["a"][:2]), "writes 8 of its 16 elements"),
