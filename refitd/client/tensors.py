@@ -262,13 +262,19 @@ class TensorSet:
         for m in self.metadata:
             problem = problem_of(raw[m.name]) or difference(m, named[m.name])
             if problem:
-                is_gathered = m.name in self._specs and not is_dtensor(raw[m.name])
-                todo = (
-                    "it was a DTensor, and is none now: where FSDP has gathered it (it keeps the outermost module's "
-                    "parameters so after a forward pass), call reshard() on that module before you publish"
-                    if is_gathered
-                    else "register the source again"
-                )
+                was_cut, is_cut = m.name in self._specs, is_dtensor(raw[m.name])
+                todo = "register the source again"
+                if was_cut and not is_cut:
+                    todo = (
+                        "it was a DTensor, and is none now: where FSDP has gathered it (after a forward pass, the "
+                        "outermost module and those with reshard_after_forward=False), call reshard() on that module, "
+                        "which does not reshard those inside, before you publish"
+                    )
+                elif is_cut and not was_cut:
+                    todo = (
+                        "it is a DTensor, and was none then: where FSDP had gathered it (after a forward pass), call "
+                        "reshard() on that module, and register the source again"
+                    )
                 raise RefusedError(f"{m.name}: {problem}; it has changed since registration; {todo}")
         self._check_specs(raw, {**dict.fromkeys(replaced), **self._specs})
         # not if only memory has moved: describing 100,000 tensors takes as long as registering them

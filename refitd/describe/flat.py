@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 from refitd.describe.tiles import Tile
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def flat_tiles(tensor: str, shape: Sequence[int], start: int, stop: int, local_offset: int = 0) -> tuple[Tile, ...]:
@@ -48,3 +52,24 @@ def flat_tiles(tensor: str, shape: Sequence[int], start: int, stop: int, local_o
         count = prod(size)
         start, local_offset = start + count, local_offset + count
     return tuple(tiles)
+
+
+def flattened_problem(module: nn.Module) -> str:
+    """Return which framework has flattened a module's parameters and cut them anywhere, and what to do; "" if none."""
+    for path, unit in module.named_modules():
+        is_fsdp1 = any(
+            kind.__name__ == "FullyShardedDataParallel" and kind.__module__.startswith("torch.")
+            for kind in type(unit).__mro__
+        )
+        if is_fsdp1 and getattr(getattr(unit, "_handle", None), "uses_sharded_strategy", False):
+            return (
+                f"{path or 'the module'}: FSDP1 has flattened its parameters and holds runs of their elements; "
+                "register what refitd.adapters.fsdp1.fsdp1_tensors(model, rank) returns"
+            )
+    for name, param in module.named_parameters():
+        if hasattr(param, "ds_tensor"):
+            return (
+                f"{name}: DeepSpeed ZeRO-3 has partitioned it and holds a run of its elements; register what "
+                "refitd.adapters.fsdp1.zero3_tensors(engine.module, rank) returns"
+            )
+    return ""

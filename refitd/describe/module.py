@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from refitd.describe.dtensors import describe_dtensor
 from refitd.describe.experts import ExpertFinding, Grouped, findings
+from refitd.describe.flat import flattened_problem
 from refitd.describe.layout import layout_problems
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.names import assign_resolved_name_inplace, layer_prefix_map, resolve_layer_prefix
@@ -245,6 +246,8 @@ def describe_module(
     lists: dict[Any, list[int]] = {}
     memory: dict[str, torch.Tensor] = {}
     for prefix, chunk in _chunks(module_or_chunks):
+        if problem := flattened_problem(chunk):
+            raise PlanError(prefix + problem)
         inside = list(unwrapped(chunk))
         groups = _first(inside, "pg_collection") if pg_collection is None else pg_collection
         experts = num_experts

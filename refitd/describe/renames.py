@@ -12,6 +12,7 @@ model. A tensor's tiles, whatever cut them (TP, FSDP, several experts in one ten
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -86,14 +87,19 @@ def rename(metas: Sequence[ParameterMetadata], names: Names, *, is_target: bool)
 
     Raises:
         PlanError: lists every tensor that no pattern matches, with the nearest names, and every tensor that is not
-            what its rule says.
+            what its rule says. A source's tensors must keep different names: of two under one name, one would be sent
+            and the other lost.
     """
     rules = _Rules(names)
     found: list[ParameterMetadata] = []
     problems: list[str] = []
+    taken: dict[str, str] = {}
     for meta in metas:
         try:
             found.append(_renamed(meta, rules, is_target))
+            for new, old in () if is_target else _plain_names(meta, rules):
+                if taken.setdefault(new, old) != old:
+                    raise PlanError(f"{meta.name}: names give {new} to {taken[new]} and to {old}; give each its own")
         except PlanError as error:
             problems += error.violations
     if problems:
@@ -161,10 +167,22 @@ def _rule_problem(pattern: object, rule: object) -> str:
             return f"is {rule}, expected first and stack of 0 or more, step of 1 or more"
         if any(p.stack for p in rule.parts) and "expert" not in known:
             return "stacks experts, and the pattern has no {expert}"
+        if twice := _taken_twice(rule.parts):
+            return f"takes rows of {twice} twice"
     else:
         return f"is {shown(rule)}, expected a canonical name, Fused or Padded"
     if unknown := sorted({mark for target in targets for mark in _PLACEHOLDER.findall(target)} - set(known)):
         return f"has no {{{unknown[0]}}}, and its canonical name has"
+    return ""
+
+
+def _taken_twice(parts: Sequence[Part]) -> str:
+    """Return a canonical tensor of which two parts are the same rows; "" if there is none."""
+    for one, other in itertools.combinations(parts, 2):
+        if one.tensor == other.tensor:
+            rows, others = (range(p.first, p.first + p.rows * p.step, p.step) for p in (one, other))
+            if not set(rows).isdisjoint(others):
+                return one.tensor
     return ""
 
 
@@ -215,6 +233,14 @@ def _by_tensor(meta: ParameterMetadata) -> dict[str, list[Tile]]:
 
 def _filled(name: str, marks: Mapping[str, str]) -> str:
     return _PLACEHOLDER.sub(lambda found: marks[found[1]], name)
+
+
+def _plain_names(meta: ParameterMetadata, rules: _Rules) -> Iterator[tuple[str, str]]:
+    """Yield (new name, old name) of the canonical tensors that a description is of, but for fused ones."""
+    for name in {tile.tensor for tile in meta.tiles} if meta.tiles else (canonical_name(meta),):
+        rule, marks = rules.find(name, meta.name)
+        if not isinstance(rule, Fused):
+            yield _filled(rule if isinstance(rule, str) else rule.tensor, marks), name
 
 
 def _single_name(alias: str, rules: _Rules, subject: str) -> str:

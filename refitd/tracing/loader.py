@@ -10,6 +10,7 @@ from math import gcd
 import numpy as np
 import torch
 
+from refitd.describe.casts import cast_number
 from refitd.describe.layout import row_major
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.tiles import Repeat, Tile
@@ -105,7 +106,12 @@ def _result(tracer: Tracer, owner_rank: int | None) -> LoaderTrace:
         if written.is_computed:
             computed[written.name] = tuple(sorted(written.computed))
         elif (described := _described(written, owner_rank)) is not None:
-            metadata[written.name] = described
+            held, wanted = described.cast_from, dtype_name(described.dtype)
+            if held is None or cast_number(held, wanted) is not None:
+                metadata[written.name] = described
+            else:  # a conversion that no worker does
+                tiles = described.tiles or (_whole(described),)
+                computed[written.name] = tuple(sorted({tile.tensor for tile in tiles}))
         else:
             untouched.append(written.name)
     unused = tuple(name for name in tracer.given if name not in tracer.used)
@@ -250,7 +256,8 @@ def _cut(laid: Laid, origin: Origin) -> Iterator[Tile]:
             extra.append(index)
     natural = row_major(tuple(size))
     stride = [n if s == 0 else s for s, n in zip(stride, natural, strict=True)]
-    moving = [i for i in extra if laid.dims[i] >= 0]
+    # a repeat takes each element once; those that overlap (`unfold`) are tiles of their own
+    moving = [i for i in extra if laid.dims[i] >= 0 and laid.steps[i] >= size[laid.dims[i]]]
     kept = max(moving, key=lambda i: laid.walk.axes[i].count, default=None)
     repeat = None
     if kept is not None:
@@ -339,9 +346,13 @@ def _holds(tensor: torch.Tensor, tile: Tile, weight: torch.Tensor) -> bool:
         box = weight[tuple(slice(o, o + n) for o, n in zip(offset, tile.size, strict=True))]
         mine = flat.as_strided(tile.size, tile.local_stride, flat.storage_offset() + local)
         converted = box.to(mine.dtype)
-        if not torch.equal(mine.contiguous().view(torch.uint8), converted.contiguous().view(torch.uint8)):
+        if not torch.equal(_bytes(mine), _bytes(converted)):
             return False
     return True
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _is_filled(tensor: torch.Tensor, meta: ParameterMetadata, fill: float) -> bool:
@@ -353,4 +364,4 @@ def _is_filled(tensor: torch.Tensor, meta: ParameterMetadata, fill: float) -> bo
             at = tile.local_offset + (i * r.local_step if r else 0)
             rest.as_strided(tile.size, tile.local_stride, at).fill_(False)
     left = tensor.detach().reshape(-1)[rest.to(tensor.device)]
-    return bool(torch.eq(left, fill).all())
+    return torch.equal(_bytes(left), _bytes(torch.full_like(left, fill)))

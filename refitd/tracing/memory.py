@@ -41,6 +41,7 @@ class TracedStorage:
     through: frozenset[torch.dtype] = frozenset()  # dtypes that its elements were rounded to
     tainted: frozenset[str] = frozenset()  # computed from these
     is_tainted: bool = False
+    is_reordered: bool = False  # the loader's own has other strides than `keep`, whose order is row-major
 
 
 @dataclass(slots=True)
@@ -57,6 +58,20 @@ class Written:
 def view_of(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
     """Return where a tensor lies in its storage: offset and strides."""
     return int(tensor.storage_offset()), tuple(tensor.stride())
+
+
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's storage; 0, 0 without memory."""
+    storage = tensor.untyped_storage()
+    start = storage.data_ptr()
+    return (start, start + storage.nbytes()) if start else (0, 0)
+
+
+def ordered_like(made: torch.Tensor) -> torch.Tensor:
+    """Return a result of an operator, or another one with the same elements in row-major order, which is followed."""
+    if made.is_contiguous() and not made.storage_offset():
+        return made
+    return torch.empty(made.shape, dtype=made.dtype, device="meta")
 
 
 def grid_of(tensor: torch.Tensor, count: int) -> tuple[int, ...]:
@@ -92,6 +107,12 @@ def reach_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the range of storage elements that a tensor spans: the first, and the one after the last."""
     low = view_of(tensor)[0]
     return low, low + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+
+
+def overlap(one: OriginBox, other: OriginBox) -> bool:
+    """Whether two boxes of one storage share elements."""
+    sides = zip(one.start, one.size, other.start, other.size, strict=True)
+    return all(a < c + d and c < a + b for a, b, c, d in sides)
 
 
 def meets(one: torch.Tensor, other: torch.Tensor) -> bool:

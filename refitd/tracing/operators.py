@@ -23,6 +23,17 @@ SAME = frozenset(
     }
 )
 HARMLESS = frozenset({aten.requires_grad_, aten.detach_})
+# new memory in the form of a tensor, and the value that fills it: None if nothing does, or an argument
+FACTORIES: dict[Any, float | None] = {
+    aten.empty_like: None,
+    aten.new_empty: None,
+    aten.zeros_like: 0.0,
+    aten.new_zeros: 0.0,
+    aten.ones_like: 1.0,
+    aten.new_ones: 1.0,
+    aten.full_like: None,
+    aten.new_full: None,
+}
 LAZY = frozenset({aten._conj, aten._neg_view, aten.view_as_real, aten.view_as_complex})
 
 

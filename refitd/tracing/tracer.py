@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -21,10 +22,22 @@ from refitd.tracing.memory import (
     constant_walk,
     grid_of,
     meets,
+    ordered_like,
+    overlap,
+    span_of,
     view_of,
     walk_through,
 )
-from refitd.tracing.operators import HARMLESS, LAZY, SAME, is_lossless, tensors_in, without_values, written_by
+from refitd.tracing.operators import (
+    FACTORIES,
+    HARMLESS,
+    LAZY,
+    SAME,
+    is_lossless,
+    tensors_in,
+    without_values,
+    written_by,
+)
 
 aten = torch.ops.aten
 
@@ -33,6 +46,10 @@ Shape = Sequence[int]
 
 def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return _key(tensor), tensor.dtype, tuple(tensor.shape), view_of(tensor)
 
 
 class Tracer(TorchDispatchMode):
@@ -52,6 +69,7 @@ class Tracer(TorchDispatchMode):
                 raise RefusedError(f"{name}: {type(tensor).__name__} is no dense tensor, whose loading can be followed")
             plain = tensor.detach()
             self.written.setdefault(_key(plain), []).append(Written(name, plain))
+        self._spans = sorted((*span_of(one[0].tensor), one[0].name) for one in self.written.values())
 
     def canonical(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each canonical tensor, without values."""
@@ -68,11 +86,14 @@ class Tracer(TorchDispatchMode):
         self.last = ""
 
     def put_back(self, params: Mapping[str, torch.Tensor]) -> list[str]:
-        """Restore the memory of tensors that a loader has rebound (`p.data = ...`); return their names."""
+        """Restore the memory of tensors that a loader has rebound (`p.data = ...`); return their names.
+
+        Another view of the same memory is one, too: `p.data = p.data.t()` of a square matrix.
+        """
         found = []
         for written in itertools.chain.from_iterable(self.written.values()):
             tensor = params[written.name]
-            if _key(tensor) != _key(written.tensor) or tensor.shape != written.tensor.shape:
+            if _place(tensor) != _place(written.tensor):
                 tensor.data = written.tensor
                 found.append(written.name)
         return found
@@ -99,32 +120,64 @@ class Tracer(TorchDispatchMode):
         packet = func.overloadpacket
         if packet is aten._local_scalar_dense:
             return self._scalar(args[0])
+        if packet in FACTORIES:
+            return self._make(func, packet, args, kwargs)
         if func.is_view or packet is aten._unsafe_view:
             made = func(*args, **kwargs)
+            if packet is aten.as_strided and self._is_reordered(args[0]):
+                self._compute(args[0], self._names(args[0]))
             if packet in LAZY or any(view.dtype != tensors[0].dtype for view in tensors_in(made)):
                 self._compute(tensors[0], self._names(tensors[0]))  # the values, or the size of elements, change
             return made
         made = without_values(func, args, kwargs)
-        if isinstance(made, torch.Tensor) and not (made.is_contiguous() and made.storage_offset() == 0):
-            made = torch.empty(made.shape, dtype=made.dtype, device="meta")  # the same elements, in row-major order
-        self._follow(packet, args, kwargs, made, tensors)
-        return made
+        ordered = ordered_like(made) if isinstance(made, torch.Tensor) else made
+        self._follow(packet, args, kwargs, ordered, tensors)
+        if ordered is not made and (memory := self._memories.get(_key(ordered))) is not None:
+            memory.is_reordered = True
+        return ordered
+
+    def _make(self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Make new memory in the form of a followed tensor (`new_zeros`, `empty_like`), and follow it."""
+        made = without_values(func, args, kwargs)
+        ordered = ordered_like(made)
+        value = FACTORIES[packet]
+        if packet in (aten.full_like, aten.new_full):
+            value = args[-1]
+        fill = None if value is None else self._constant(value, ordered.dtype)
+        memory = TracedStorage(ordered, tuple(ordered.shape), fill=fill, is_reordered=ordered is not made)
+        if value is not None and fill is None:
+            memory.is_tainted, memory.tainted = True, self._scalar_names()
+        self._memories[_key(ordered)] = memory
+        return ordered
+
+    def _is_reordered(self, tensor: torch.Tensor) -> bool:
+        memory = self._memories.get(_key(tensor))
+        return memory is not None and memory.is_reordered
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
         key = _key(tensor)
         return key in self.written or key in self._memories
 
     def _adopt(self, tensor: torch.Tensor) -> None:
-        """Follow a tensor that the loader has created (zeros or empty) and now writes to."""
+        """Follow a tensor that the loader has created (zeros or empty) and now writes to.
+
+        Raises:
+            PlanError: it is memory of the engine's under another storage (`torch.from_numpy(p.numpy())`).
+        """
+        start, end = span_of(tensor)
+        before = bisect.bisect_left(self._spans, (end,)) - 1
+        if start and before >= 0 and self._spans[before][1] > start:
+            raise PlanError(
+                f"{self._spans[before][2]}: the loader writes it through memory that numpy or DLPack share with it"
+            )
         key = _key(tensor)
         nbytes = tensor.untyped_storage().nbytes()
         count = nbytes // tensor.element_size()
         base = tensor.as_strided((count,), (1,), 0)
         values = None if base.device.type == "meta" else base
         fill = None
-        if values is not None and count:
-            first = values[0].item()
-            fill = float(first) if bool((values == first).all()) else None
+        if values is not None:
+            fill = self._uniform(values)
         self._memories[key] = TracedStorage(base, grid_of(tensor, count), fill=fill)
 
     def _follow(
@@ -173,7 +226,9 @@ class Tracer(TorchDispatchMode):
                 cut = max(0, -before)
                 inner = inner.narrow(dim, cut, inner.shape[dim] - cut - max(0, -after))
                 start[dim] = max(0, before)
-            memory.fill = float(value)
+            memory.fill = self._constant(value, memory.keep.dtype)
+            if memory.fill is None:
+                raise PlanError("padded with a computed value")
             self._put(memory, tuple(start), inner)
         elif packet is aten.repeat:
             part = args[0]
@@ -205,7 +260,8 @@ class Tracer(TorchDispatchMode):
             return
         source = self._memories.get(_key(part))
         if source is None:
-            raise PlanError("a constant")
+            self._fill(memory, self._uniform(part))
+            return
         if source.is_tainted:
             raise PlanError("computed")
         size = tuple(part.shape)
@@ -214,13 +270,41 @@ class Tracer(TorchDispatchMode):
             memory.through |= {memory.keep.dtype}  # for example, concatenated with tensors of another dtype
         whole = sum(prod(b.size) for b in source.boxes) == prod(source.shape)
         if not whole:
-            memory.fill = source.fill if memory.fill is None else memory.fill
-            if memory.fill != source.fill:
-                raise PlanError("two fills")
+            self._fill(memory, source.fill)
         for laid in along(walk_between(size, (0, row_major(size)), view_of(part)), source.shape):
             for box in source.boxes:
                 for piece in inside(laid, box.start, box.size):
                     self._box(memory, start, size, piece, box)
+
+    def _fill(self, memory: TracedStorage, value: float | None) -> None:
+        """Record that elements outside all boxes of new memory hold a constant."""
+        value = None if value is None else self._constant(value, memory.keep.dtype)
+        if value is None or memory.fill not in (None, value):
+            raise PlanError("no constant, or two of them")
+        memory.fill = value
+
+    def _uniform(self, tensor: torch.Tensor) -> float | None:
+        """Return the constant that one of the loader's own tensors holds; None if there is none to be told."""
+        if tensor.device.type == "meta" or not tensor.numel() or _key(tensor) in self.written:
+            return None
+        first = tensor[(0,) * tensor.dim()]
+        return self._constant(first.item(), tensor.dtype) if bool((tensor == first).all()) else None
+
+    def _constant(self, value: Any, dtype: torch.dtype) -> float | None:
+        """Return the constant that memory of a dtype holds once this number is written to it.
+
+        None if no fill can say it: an integer beyond float64, a complex number, or, once the loader has had a value of
+        a canonical tensor, any number but zero.
+        """
+        if value and self._scalars:
+            return None
+        held = torch.full((), value, dtype=dtype, device="cpu").item()
+        if isinstance(held, complex) or (isinstance(held, int) and int(float(held)) != held):
+            return None
+        return float(held)
+
+    def _scalar_names(self) -> frozenset[str]:
+        return frozenset(origin.name for origin, _ in self._scalars.values())
 
     def _box(
         self, memory: TracedStorage, start: tuple[int, ...], size: tuple[int, ...], piece: Laid, box: OriginBox
@@ -284,10 +368,8 @@ class Tracer(TorchDispatchMode):
             elif value in self._scalars:
                 origin, offset = self._scalars[value]
                 self._record(target, [(constant_walk(target, offset), origin)], None)
-            elif self._scalars and value:
-                self._compute(target, frozenset(origin.name for origin, _ in self._scalars.values()))
             else:
-                self._record(target, [], float(value))
+                self._record_fill(target, self._constant(value, target.dtype))
         elif packet is aten.zero_:
             self._record(target, [], 0.0)
         elif packet in HARMLESS:
@@ -341,17 +423,20 @@ class Tracer(TorchDispatchMode):
             if memory.fill is None:
                 self._compute(target, self._names(source))
                 return
-            self._record(target, [], memory.fill)
+            self._record_fill(target, self._constant(memory.fill, target.dtype))
         self._record(target, pieces, None)
 
     def _constant_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Record a write of the loader's own values: one constant, or values that cannot be followed."""
-        if source.device.type != "meta" and source.numel():
-            first = source.reshape(-1)[0]
-            if bool((source == first).all()):
-                self._record(target, [], float(first.item()))
-                return
-        self._compute(target, frozenset())
+        value = self._uniform(source)
+        self._record_fill(target, None if value is None else self._constant(value, target.dtype))
+
+    def _record_fill(self, target: torch.Tensor, value: float | None) -> None:
+        """Record that a view of a tensor is filled with a constant; None: with values that cannot be followed."""
+        if value is None:
+            self._compute(target, self._scalar_names())
+        else:
+            self._record(target, [], value)
 
     def _compute(self, target: torch.Tensor, sources: frozenset[str]) -> None:
         self.used |= sources
@@ -385,17 +470,20 @@ class Tracer(TorchDispatchMode):
     ) -> None:
         """As `_record`, for memory of the loader's own: only boxes are followed, each written once."""
         if memory.is_tainted:
+            memory.tainted |= {origin.name for _, origin in pieces}
             return
         try:
             if fill is not None:
-                if memory.fill not in (None, fill) or memory.boxes:
+                partly = memory.fill is None and view.count < prod(memory.shape)  # what the rest holds is not known
+                if memory.fill not in (None, fill) or memory.boxes or partly:
                     raise PlanError("filled again")
                 memory.fill = fill
+            before = len(memory.boxes)
             for walk, origin in pieces:
                 source = OriginBox((0,) * len(origin.shape), origin.shape, origin, 0, row_major(origin.shape))
                 for laid in along(walk, origin.shape):
                     self._box(memory, (0,) * len(memory.shape), memory.shape, laid, source)
-            if sum(prod(b.size) for b in memory.boxes) > prod(memory.shape):
+            if any(overlap(new, old) for new in memory.boxes[before:] for old in memory.boxes[:before]):
                 raise PlanError("written twice")
         except (PlanError, ValueError):
             memory.tainted = frozenset(box.origin.name for box in memory.boxes) | {o.name for _, o in pieces}

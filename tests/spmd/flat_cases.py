@@ -13,6 +13,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import refitd
 from refitd.adapters.fsdp1 import fsdp1_tensors, zero3_tensors
+from refitd.describe.module import describe_module
 from refitd.testing import oracle
 from tests.spmd.cases import World, refused
 
@@ -88,6 +89,15 @@ def fsdp1_gathered_is_refused(world: World) -> str:
         return refused(lambda: fsdp1_tensors(model, world.rank))
 
 
+def fsdp1_itself_is_refused(world: World) -> str:
+    whole = FullyShardedDataParallel(
+        Model(3), use_orig_params=True, device_id=CPU, sharding_strategy=ShardingStrategy.NO_SHARD
+    )
+    assert describe_module(whole, world.rank), "nothing is cut"
+    cut = nn.ModuleDict({"net": FullyShardedDataParallel(Model(3), use_orig_params=True, device_id=CPU)})
+    return refused(lambda: describe_module(cut, world.rank))
+
+
 def zero3_is_what_it_was(world: World) -> None:
     """Stand-ins for the attributes that DeepSpeed sets; tests/cluster/test_zero3.py has DeepSpeed itself."""
     model = Model(5)
@@ -101,5 +111,6 @@ def zero3_is_what_it_was(world: World) -> None:
     whole = everybodys(world, zero3_tensors(model, world.rank))
     for name, tensor in expected.items():
         assert np.array_equal(whole[name], tensor.numpy()), name
+    assert "scale: DeepSpeed ZeRO-3 has partitioned it" in refused(lambda: describe_module(model, world.rank))
     model.scale.ds_tensor = None
     assert "scale: DeepSpeed has not partitioned it" in refused(lambda: zero3_tensors(model, world.rank))

@@ -21,5 +21,11 @@ def test_a_gathered_fsdp1_module_is_refused(pool: Pool) -> None:
         assert "FSDP has gathered its parameters" in said
 
 
+def test_a_module_of_fsdp1_itself_is_refused_by_the_frameworks_word(pool: Pool) -> None:
+    """Its parameters look like small tensors of other shapes on each rank."""
+    for said in pool.run("flat_cases:fsdp1_itself_is_refused"):
+        assert "net: FSDP1 has flattened its parameters" in said and "fsdp1_tensors(model, rank)" in said
+
+
 def test_what_zero3_ranks_offer_is_the_model(pool: Pool) -> None:
     pool.run("flat_cases:zero3_is_what_it_was")

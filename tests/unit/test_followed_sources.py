@@ -267,6 +267,11 @@ def test_dtensors_are_compared_with_their_placements(tmp_path: Any) -> None:
         given["w"] = torch.full((4, 3), 7.0)  # as FSDP leaves it after a forward pass
         with pytest.raises(RefusedError, match=r"w: .*was a DTensor.*call reshard\(\)"):
             trainer.source.publish(2)
+        given = {"w": torch.full((4, 3), 7.0)}
+        trainer = Trainer(given)  # registered while FSDP has gathered it
+        given["w"] = distribute_tensor(torch.full((2, 3), 7.0), mesh, [Shard(0)])
+        with pytest.raises(RefusedError, match=r"w: .*is a DTensor, and was none then.*call reshard\(\)"):
+            trainer.source.publish(1)
     finally:
         torch.distributed.destroy_process_group()
 

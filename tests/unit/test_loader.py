@@ -209,6 +209,25 @@ def test_casts_are_declared() -> None:
 
 
 @pytest.mark.parametrize(
+    ("held", "dtype"), [("int32", torch.int64), ("int32", torch.float32), ("float32", torch.float8_e4m3fn)]
+)
+def test_a_conversion_that_no_worker_does_is_computed(held: str, dtype: torch.dtype) -> None:
+    params = {"w": torch.zeros(4, 3, dtype=dtype)}
+    shapes = {"w": ((4, 3), getattr(torch, held))}
+    trace = trace_loader(params, lambda ws: [params["w"].copy_(w) for _, w in ws], shapes)
+    assert trace.computed == {"w": ("w",)} and not trace.metadata
+
+
+def test_overlapping_windows_are_tiles_of_their_own() -> None:
+    def load(params: dict[str, torch.Tensor], weights: Weights) -> None:
+        for _, w in weights:
+            params["w"].copy_(w.reshape(-1).unfold(0, 16, 8))
+
+    trace = judge({"w": empty(5, 16)}, load, {"a": (12, 4)})
+    assert all(tile.repeat is None or tile.repeat.step >= tile.size[0] for tile in trace.metadata["w"].tiles or ())
+
+
+@pytest.mark.parametrize(
     ("load", "says"),
     [
         (lambda p, w: p["w"][:2].copy_(w["a"][:2]), "writes 8 of its 16 elements"),
@@ -220,6 +239,9 @@ def test_casts_are_declared() -> None:
         (lambda p, w: (p["w"][:1].copy_(w["a"][:1]), p["w"][1:2].fill_(1), p["w"][2:].fill_(2)), "one value can be"),
         (lambda p, w: p["w"].set_(w["a"]), "gives it other memory"),
         (lambda p, w: setattr(p["w"], "data", torch.empty(4, 4)), "gives 1 tensors other memory; put back"),
+        (lambda p, w: setattr(p["w"], "data", p["w"].data.t()), "gives 1 tensors other memory; put back"),
+        (lambda p, w: setattr(p["w"], "data", p["w"].data.view(HALF)), "gives 1 tensors other memory; put back"),
+        (lambda p, w: torch.from_numpy(p["w"].detach().numpy()).copy_(w["a"]), "memory that numpy or DLPack share"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_name(load: Callable[..., object], says: str) -> None:
@@ -228,6 +250,7 @@ def test_what_cannot_be_followed_is_refused_by_name(load: Callable[..., object],
     with pytest.raises(refitd.RefitdError, match=says):
         trace_loader(params, lambda weights: load(params, dict(weights)), shapes)
     assert params["w"].data_ptr() == place and torch.equal(params["w"], empty(4, 4))
+    assert params["w"].dtype == torch.float32 and params["w"].is_contiguous()
 
 
 def test_an_assertion_without_a_word_says_what_was_offered() -> None:
@@ -249,7 +272,17 @@ def test_an_assertion_without_a_word_says_what_was_offered() -> None:
         lambda p, w: p["w"].view(torch.int32).copy_(w["a"].view(torch.int32)),
         lambda p, w: p["w"].view(torch.uint8)[:, :4].copy_(w["a"].view(torch.uint8)[:, :4]),
         lambda p, w: p["w"].copy_(torch._neg_view(w["a"])),
+        lambda p, w: p["w"].copy_(w["a"].t().clone().as_strided((4, 4), (4, 1))),  # as it lies, which is otherwise
         lambda p, w: p["w"].fill_(min(w["s"].item(), 4.0)),
+        lambda p, w: (p["w"].copy_(w["a"]), p["w"][0].copy_(torch.tensor(w["s"].item()))),
+        lambda p, w: (p["w"].copy_(w["a"]), p["w"].__setitem__((0, 0), 2 * w["s"].item())),
+        lambda p, w: p["w"].copy_(torch.nn.functional.pad(w["a"][:2], (0, 0, 0, 2), value=w["s"].item())),
+        lambda p, w: p["w"].copy_(torch.full((4, 4), w["s"].item()).slice_scatter(w["a"][:2], 0, 0, 2)),
+        lambda p, w: p["w"].copy_(torch.cat([torch.arange(8.0).view(2, 4), w["a"][:2]])),
+        lambda p, w: p["w"].copy_(
+            written(torch.arange(16.0).view(4, 4), torch.nn.functional.pad(w["a"][:1], (0, 0, 0, 1)))
+        ),
+        lambda p, w: (p["w"].fill_(5), p["w"].copy_(written(torch.zeros(4, 4), w["a"][:2], w["a"][:1], w["a"][1:2]))),
         lambda p, w: (p["other"].copy_(w["a"]), p["w"].copy_(p["other"])),  # what the engine holds at present
         lambda p, w: (p["other"].copy_(w["a"]), p["w"].copy_(p["other"].t().contiguous())),
         lambda p, w: (p["other"].copy_(w["a"]), p["w"].copy_(torch.cat([p["other"][:2], w["a"][2:]]))),
@@ -261,6 +294,100 @@ def test_what_is_no_plain_copy_is_never_taken_for_one(load: Callable[..., object
     trace = trace_loader(params, lambda weights: load(params, dict(weights)), shapes)
     assert "w" in trace.computed and "w" not in trace.metadata
     assert trace.computed["w"], "what it is made of is told"
+
+
+def written(buffer: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+    """Return a buffer of the loader's own after writing each part to its first rows, the third to its second row."""
+    for index, part in enumerate(parts):
+        start = index // 2
+        buffer[start : start + len(part)].copy_(part)
+    return buffer
+
+
+@pytest.mark.parametrize(
+    ("fill", "dtype", "held"),
+    [
+        (0.1, torch.float32, torch.tensor(0.1).item()),
+        (0.1, torch.bfloat16, torch.tensor(0.1, dtype=torch.bfloat16).item()),
+        (2.7, torch.uint8, 2.0),
+        (-1, torch.uint8, 255.0),
+        (2, torch.bool, 1.0),
+    ],
+)
+def test_a_fill_is_the_value_that_the_tensor_holds_of_it(fill: float, dtype: torch.dtype, held: float) -> None:
+    params = {"w": torch.zeros(4, 3, dtype=dtype)}
+
+    def load(weights: Weights) -> None:
+        params["w"].fill_(fill)
+        for _, w in weights:
+            params["w"][:2].copy_(w)
+
+    trace = trace_loader(params, load, {"a": ((2, 3), dtype)})
+    assert trace.metadata["w"].fill == held
+    checkpoint = torch.ones(2, 3).to(dtype)
+    load([("a", checkpoint)])
+    check_layout(trace, params, [("a", checkpoint)])
+
+
+def test_a_fill_that_a_narrower_type_has_rounded_is_that_one_wherever_it_is_copied() -> None:
+    params = {"w": empty(4, 3)}
+    pad = torch.nn.functional.pad
+    shapes = {"a": ((2, 3), HALF)}
+    trace = trace_loader(params, lambda ws: [params["w"].copy_(pad(w, (0, 0, 0, 2), value=0.1)) for _, w in ws], shapes)
+    assert trace.metadata["w"].fill == torch.tensor(0.1, dtype=HALF).item()
+
+
+def test_an_integer_that_no_fill_can_say_is_no_constant() -> None:
+    params = {"w": torch.zeros(4, dtype=torch.int64)}
+
+    def load(weights: Weights) -> None:
+        params["w"].fill_(2**60 + 1)
+        for _, w in weights:
+            params["w"][:2].copy_(w)
+
+    assert "w" in trace_loader(params, load, {"a": ((2,), torch.int64)}).computed
+
+
+@pytest.mark.parametrize("fill", [float("nan"), float("inf"), -0.0, 0.1])
+def test_any_fill_that_the_engine_holds_is_checked_by_its_bits(fill: float) -> None:
+    params = {"w": torch.full((3,), fill)}
+    shapes = {"a": ((2,), torch.float32)}
+    trace = trace_loader(
+        params, lambda ws: [(params["w"].fill_(fill), params["w"][:2].copy_(w)) for _, w in ws], shapes
+    )
+    params["w"][:2] = 1
+    check_layout(trace, params, [("a", torch.ones(2))])
+    params["w"][2] = 7
+    with pytest.raises(refitd.RefusedError, match="w \\(from nothing, but filled\\)"):
+        check_layout(trace, params, [("a", torch.ones(2))])
+
+
+def test_tensors_without_dimensions_are_learned_and_checked() -> None:
+    params = {"scale": torch.zeros(()), "scales": torch.zeros(2)}
+
+    def load(params: dict[str, torch.Tensor], weights: Weights) -> None:
+        for name, w in weights:
+            if name == "a":
+                params["scale"].copy_(w)
+            params["scales"]["ab".index(name)] = w
+
+    judge(params, load, {"a": (), "b": ()})
+
+
+def test_memory_made_in_the_form_of_another_tensor_is_followed() -> None:
+    """As loaders pad and fuse: `new_zeros`, `empty_like` and their kin, and constants joined to a canonical tensor."""
+
+    def load(params: dict[str, torch.Tensor], weights: Weights) -> None:
+        a = dict(weights)["a"]
+        params["new"].copy_(torch.cat([a, a.new_zeros(2, 4)]))
+        params["full"].copy_(written(a.new_full((6, 4), 3.0), a))
+        params["joined"].copy_(torch.cat([torch.ones(2, 4), a]))
+        params["empty"].copy_(written(torch.empty_like(params["empty"]), a))
+        params["turned"].copy_(written(torch.zeros_like(a.t()), a))
+
+    shapes = {"new": (6, 4), "full": (6, 4), "joined": (6, 4), "empty": (4, 4), "turned": (4, 4)}
+    trace = judge({name: empty(*shape) for name, shape in shapes.items()}, load, {"a": (4, 4)})
+    assert [*trace.metadata] == [*shapes] and not trace.computed
 
 
 def test_a_cast_to_the_tensors_own_type_is_a_declared_one_however_it_is_written() -> None:

@@ -186,6 +186,19 @@ def test_a_tensor_that_is_not_what_its_rule_says_is_refused(m, says):
         assert renamed(m, names).tiles
 
 
+def test_two_tensors_of_a_source_under_one_name_are_refused():
+    """Of two tensors with the same elements a rank sends one; nothing would tell that the other is lost."""
+    names = {"l.{layer}.norm": "norm", "e": Padded("norm", 2), "x": "norm"}
+    both = [meta("l.0.norm", (3,)), meta("l.1.norm", (3,))]
+    with pytest.raises(PlanError, match=r"l\.1\.norm: names give norm to l.0.norm and to l.1.norm; give each its own"):
+        rename(both, names, is_target=False)
+    with pytest.raises(PlanError, match="e: names give norm to x and to e"):
+        rename([meta("x", (3,)), meta("e", (3,))], names, is_target=False)
+    assert len(rename(both, names, is_target=True)) == 2  # an engine may hold it twice
+    held_twice = [meta("l.0.norm", (3,)), meta("other", (3,), resolved_name="l.0.norm")]
+    assert len(rename(held_twice, names, is_target=False)) == 2
+
+
 @pytest.mark.parametrize(
     ("names", "says"),
     [
@@ -198,6 +211,7 @@ def test_a_tensor_that_is_not_what_its_rule_says_is_refused(m, says):
         ({"a": Fused(())}, "expected parts"),
         ({"a": Fused((Part("b", 3),), groups=2)}, "expected parts with rows that the groups divide"),
         ({"a": Padded("b", 0)}, "expected 1 row or more"),
+        ({"a": Fused((Part("b", 2), Part("c", 1), Part("b", 2, first=1)))}, "takes rows of b twice"),
         ({"a": Fused((Part("b", 3, stack=2),))}, "stacks experts, and the pattern has no {expert}"),
     ],
 )

@@ -71,6 +71,26 @@ def trace(*unused: str) -> refitd.LoaderTrace:
     return refitd.LoaderTrace(metadata={}, computed={}, untouched=(), unused=unused)
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"followw": True}, "unknown settings followw; known: adopt, check"),
+        ({"follow": "false"}, r"follow is 'false' \(str\), expected true or false"),
+        ({"check": 0}, r"check is 0 \(int\), expected true or false"),
+        ({"replica": 5}, r"replica is 5 \(int\), expected a text"),
+        ({"timeout_s": True}, r"timeout_s is True \(bool\), expected a number"),
+        ({"timeout_s": 5}, ""),
+    ],
+)
+def test_a_setting_of_another_type_is_refused_where_the_engine_starts(
+    engine: Any, settings: dict[str, Any], says: str
+) -> None:
+    """Not in what follows, which tries again for ever; and a text would be taken for true."""
+    one = made(engine)
+    with pytest.raises(ValueError, match=says) if says else contextlib.nullcontext():
+        one.parse_init_info(settings)
+
+
 def test_an_output_layer_that_a_tied_engine_would_drop_is_refused(engine: Any) -> None:
     with pytest.raises(refitd.RefusedError, match=r"offers lm_head\.weight, and this engine's .* tied .* register the"):
         made(engine, tied=True)._check(trace("lm_head.weight"), {})

@@ -109,11 +109,21 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             self._follow(info)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> RefitdInitInfo:
-        """Return the settings: those of the command line, overridden by these; raises ValueError for unknown ones."""
+        """Return the settings: those of the command line, overridden by these.
+
+        Raises:
+            ValueError: one is unknown, or of another type ("false" would be taken for true).
+        """
         known = {field.name for field in fields(RefitdInitInfo)}
         if unknown := sorted((self._given.keys() | init_dict.keys()) - known):
             raise ValueError(f"refitd: unknown settings {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-        return RefitdInitInfo(**{**self._given, **init_dict})
+        settings = {**self._given, **init_dict}
+        for field in fields(RefitdInitInfo):
+            value, kind = settings.get(field.name, field.default), type(field.default)
+            if type(value) is not kind and not (kind is float and type(value) is int):
+                wanted = {bool: "true or false", str: "a text", float: "a number"}[kind]
+                raise ValueError(f"refitd: {field.name} is {value!r} ({type(value).__name__}), expected {wanted}")
+        return RefitdInitInfo(**settings)
 
     # --- driven by a trainer ------------------------------------------------------------------------------
 
