@@ -60,8 +60,8 @@ def staging_of(plan: SharedPlan, ranks: Ranks, *, relayed: bool, order: Ints | N
     """Return the hops of staging.
 
     As in refitd.plan.deliveries, what several ranks of a node need of one source box crosses to the first of them, and
-    the others copy it there. With `relayed`, nodes that need the same, however they are cut, form chains: the first gets
-    it from the sources, each other one from the one before it, in this order of nodes (None: by number).
+    the others copy it there. With `relayed`, nodes that need the same, however they are cut, form chains: the
+    first gets it from the sources, each other one from the one before it, in this order of nodes (None: by number).
     """
     job, row = ranges(plan.row_start[plan.job_rows], np.diff(plan.row_start)[plan.job_rows])
     most = max(ranks.index, default=-1) + 1
