@@ -138,13 +138,18 @@ class ParameterSent(msgspec.Struct, frozen=True):
 
 
 class ManifestPlanned(msgspec.Struct, frozen=True):
-    """What a refit between manifests would move."""
+    """What a refit between manifests would move.
+
+    `bytes` and `pairs` are what ranks need of each other; `crossing_bytes` of these cross between nodes, where what
+    ranks of a node need alike does so once.
+    """
 
     source: str
     targets: tuple[str, ...]
     ranks: int
     bytes: int
     local_bytes: int
+    crossing_bytes: int
     copies: int
     plan_s: float
     digest: str

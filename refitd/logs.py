@@ -23,6 +23,7 @@ _LEVELS = {
     "bad-message": logging.WARNING,
     "bad-plan": logging.WARNING,
     "base-wrong": logging.WARNING,
+    "catch-up-refused": logging.WARNING,
     "coordinator-changed": logging.WARNING,
     "coordinator-ended": logging.WARNING,
     "coordinator-killed": logging.WARNING,

@@ -168,12 +168,13 @@ def _offline(found: ManifestPlan, top: int, html_file: str | None, speeds: tuple
     traffic = cost.traffic_of(found.plan)
     balance = cost.balance_of(traffic, found.rosters)
     memory = cost.memory_of(found.rosters)
-    least = cost.estimate(traffic, found.rosters, cost.Links(*speeds))
-    facts = _facts(found, traffic, balance, least, speeds)
+    moved = cost.in_a_swap(found.plan, found.rosters, traffic)
+    least = cost.estimate(moved, found.rosters, cost.Links(*speeds))
+    facts = _facts(found, traffic, moved, balance, least, speeds)
     if html_file is not None:
         _write_heat_map(html_file, found, traffic, facts)
     if as_json:
-        print_json(to_json(_object(found, traffic, balance, memory, least)))
+        print_json(to_json(_object(found, traffic, moved, balance, memory, least)))
         return
     from refitd_cli.heatmap import matrix_of, text_matrix
 
@@ -189,20 +190,22 @@ def _offline(found: ManifestPlan, top: int, html_file: str | None, speeds: tuple
 
 
 def _facts(
-    found: ManifestPlan, traffic: Traffic, balance: Balance, least: Estimate | None, speeds: tuple[float, float]
+    found: ManifestPlan,
+    traffic: Traffic,
+    moved: Traffic,
+    balance: Balance,
+    least: Estimate | None,
+    speeds: tuple[float, float],
 ) -> list[str]:
-    nodes = {r.rank: r.node or f"rank {r.rank}" for r in found.rosters}
-    near = sum(
-        nbytes
-        for src, dst, nbytes in zip(traffic.src.tolist(), traffic.dst.tolist(), traffic.bytes.tolist(), strict=True)
-        if src != dst and nodes[src] == nodes[dst]
-    )
-    far = traffic.total_bytes - traffic.local_bytes - near
+    far, crossing = _far(found, traffic), _far(found, moved)
+    near = traffic.total_bytes - traffic.local_bytes - far
+    alike = f" for {size(far)} that ranks there need" if crossing < far else ""
     facts = [
         f"{found.source.name} ({len(found.sides[0].ranks)} ranks) to "
         + ", ".join(f"{side.name} ({len(side.ranks)} ranks)" for side in found.sides[1:]),
         f"{size(traffic.total_bytes)} in {traffic.total_copies} copies over {len(traffic.src)} rank pairs: "
-        f"{size(traffic.local_bytes)} stay on their rank, {size(near)} on their node, {size(far)} cross nodes",
+        f"{size(traffic.local_bytes)} stay on their rank, {size(near)} on their node, "
+        f"{size(crossing)} cross nodes{alike}",
         f"senders: the busiest, rank {_own(found.sides, [balance.max_rank])}, sends {size(balance.max_bytes)}, "
         f"{balance.ratio:.2f} times the mean of {balance.senders}",
     ]
@@ -210,9 +213,17 @@ def _facts(
         facts.append(
             f"at least {duration(least.seconds)} with {speeds[0]:g} GB/s within and {speeds[1]:g} GB/s between nodes: "
             f"rank {_own(found.sides, [least.rank])} {least.direction} {size(least.bytes)} {_LINKS[least.link]}"
+            f"{', unless relays do' if (least.link, least.direction) == ('inter', 'sends') else ''}"
         )
     facts.append(f"planned in {duration(found.plan_s)}; digest {found.plan.digest}")
     return facts
+
+
+def _far(found: ManifestPlan, traffic: Traffic) -> int:
+    """Return the bytes that cross between nodes."""
+    nodes = {r.rank: r.node or f"rank {r.rank}" for r in found.rosters}
+    pairs = zip(traffic.src.tolist(), traffic.dst.tolist(), traffic.bytes.tolist(), strict=True)
+    return sum(nbytes for src, dst, nbytes in pairs if nodes[src] != nodes[dst])
 
 
 _LINKS = {"intra": "within its node", "inter": "between nodes"}
@@ -237,7 +248,12 @@ def _own(sides: Sequence[RankNumbers], ranks: Sequence[int]) -> str:
 
 
 def _object(
-    found: ManifestPlan, traffic: Traffic, balance: Balance, memory: Sequence[Memory], least: Estimate | None
+    found: ManifestPlan,
+    traffic: Traffic,
+    moved: Traffic,
+    balance: Balance,
+    memory: Sequence[Memory],
+    least: Estimate | None,
 ) -> ManifestPlanned:
     pairs = zip(
         traffic.src.tolist(), traffic.dst.tolist(), traffic.bytes.tolist(), traffic.copies.tolist(), strict=True
@@ -248,6 +264,7 @@ def _object(
         ranks=len(found.rosters),
         bytes=traffic.total_bytes,
         local_bytes=traffic.local_bytes,
+        crossing_bytes=_far(found, moved),
         copies=traffic.total_copies,
         plan_s=found.plan_s,
         digest=found.plan.digest,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ROUTES = ("direct", "relayed", "delta", "relayed delta")
 EXPLAINED = {
     "direct": "what one node needs crosses to it once",
-    "relayed": "replicas that are cut alike pass it on, node to node",
+    "relayed": "nodes that need the same pass it on, one to the next",
     "delta": "only changed elements cross",
     "relayed delta": "both",
 }

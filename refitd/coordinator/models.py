@@ -107,6 +107,7 @@ class ModelState:
     plan: LoadedPlan | None = None  # of the present members; None after any change
     running: Running | None = None
     gathers_until: float | None = None  # a catch-up that is due waits so long for others that join
+    unbegun: dict[str, str] = field(default_factory=dict)  # what begins by itself and could not -> why, as logged
     queue: list[Queued] = field(default_factory=list)
     last: SwapReport | None = None
     steps: FlipSteps = field(default_factory=FlipSteps)  # how far ranks with a decided version have polled

@@ -78,11 +78,17 @@ class Planning:
         return None
 
     def _without_base(self, membership: Membership) -> frozenset[str]:
-        """Return the nodes with a target that does not hold the live version: it can make no message of a delta."""
+        """Return the nodes with a target that can make no message of a delta.
+
+        It does not hold the live version, or it is written in place: then it never has a base.
+        """
         state = self._models.get(membership.name)
         live = None if state is None else state.live
-        targets = membership.targets.values()
-        return frozenset(m.node for m in targets if live is not None and not live.is_at(m.version, m.run))
+        return frozenset(
+            m.node
+            for m in membership.targets.values()
+            if m.added.in_place or (live is not None and not live.is_at(m.version, m.run))
+        )
 
     def planned(self, event: Planned) -> tuple[ModelState, LoadedPlan | str] | None:
         """Cache a requested plan, and answer an operator.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from refitd.coordinator.decision import AbortAsked, Phase
@@ -10,6 +11,7 @@ from refitd.coordinator.live_versions import Past
 from refitd.coordinator.members import poison
 from refitd.coordinator.membership import Membership
 from refitd.coordinator.models import ModelState, Running, Waiter
+from refitd.coordinator.records import LiveVersion
 from refitd.coordinator.seeding import seeded, seeds_failed
 from refitd.errors import RefusedError
 from refitd.protocol import local
@@ -181,7 +183,7 @@ def lagging(state: ModelState, *, only_observers: bool = False) -> DueSwap | Non
     One that was aborted is tried again from the sources, if they hold it.
 
     Raises:
-        RefusedError: such replicas exist and cannot be swapped now.
+        RefusedError: such replicas exist and cannot be swapped now, or nobody can give them the live version.
     """
     live = state.live
     replicas = state.membership.behind(live, only_observers=only_observers) if live is not None else []
@@ -194,10 +196,33 @@ def lagging(state: ModelState, *, only_observers: bool = False) -> DueSwap | Non
         if given is not None:
             return DueSwap("catch-up", live.version, live.run, given)
     if not is_held:
-        return None
+        raise RefusedError(_nobody_gives(state.membership, live, replicas))
     whole = len(membership.targets) == len(state.membership.targets)
     version = version_to_swap(membership, live.version, may_be_older=True)
     return DueSwap("catch-up", version, live.run, state.membership if whole else membership)
+
+
+def _nobody_gives(membership: Membership, live: LiveVersion, replicas: Sequence[str]) -> str:
+    name, version = membership.name, live.version
+    held = membership.complete_versions() if membership.run() == live.run else []
+    sources = f"its source ranks hold {held or 'nothing of its run'}" if membership.sources else "it has no sources"
+    if version in held:
+        sources = f"its sources are on drained nodes ({', '.join(sorted(membership.drains))})"
+    serving = sorted(
+        replica
+        for replica, ranks in membership.replicas().items()
+        if replica not in replicas and all(live.is_at(m.version, m.run) for m in ranks)
+    )
+    seeds = "no other replica serves it"
+    if serving:
+        seeds = (
+            f"{', '.join(map(repr, serving))} can give it to none of them (another type, cast or MXFP8, tensors that "
+            "they lack, memory that has changed or is not known to hold it, or left out)"
+        )
+    return (
+        f"model {name!r}: nobody gives version {version}, which is live, to {', '.join(map(repr, replicas))}: "
+        f"{sources}, and {seeds}; publish and swap a newer version"
+    )
 
 
 def gathers_until(due: DueSwap) -> float:

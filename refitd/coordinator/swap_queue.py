@@ -155,8 +155,11 @@ class SwapQueue:
         try:
             due = find(state)
         except RefusedError as exc:
-            self._log(f"{what}-refused", model=state.membership.name, reason=str(exc))
+            if state.unbegun.get(what) != str(exc):  # it is asked again after every event
+                self._log(f"{what}-refused", model=state.membership.name, reason=str(exc))
+            state.unbegun[what] = str(exc)
         else:
+            state.unbegun.pop(what, None)
             if due is not None and due.kind == "catch-up" and (until := gathers_until(due)) > now:
                 state.gathers_until = until
             elif due is not None:

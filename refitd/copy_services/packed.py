@@ -366,9 +366,15 @@ class PackedExchange(ExchangeService):
         if done.number == len(stream.messages):
             if done.buffer.cpu().numpy().tobytes() == stream.digest.digest():
                 return ""
+            why = "something else writes to these tensors during the transfer, or altered it on the way"
+            if stream.has_bases:
+                why = (
+                    "it came as a delta, and something has written to the version that an engine there serves, or "
+                    "altered it on the way; swap again: that engine gets it whole"
+                )
             return (
                 f"what {self.peers.label(self.peers.index)} wrote is not what {self.peers.label(stream.position)} "
-                "read; something else writes to these tensors during the transfer, or altered it on the way"
+                f"read; {why}"
             )
         again = self._staging() if done.is_staged and verify else None
         for span, here in steps_of(stream.messages[done.number], self.step_bytes):

@@ -155,4 +155,5 @@ class WindowExchange(PackedExchange):
 
 
 def _doing(flight: InFlight) -> str:
-    return f"message {flight.number} {'to' if flight.stream.is_send else 'from'}"
+    what = "the opening message" if flight.number < 0 else f"message {flight.number}"
+    return f"{what} {'to' if flight.stream.is_send else 'from'}"

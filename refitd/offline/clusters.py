@@ -82,6 +82,8 @@ def load_cluster(path: str | Path) -> ClusterSpeeds:
     names = [node.name for node in nodes]
     problems += [f"nodes: {name} is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
     problems += [f"nodes: {n.name} sets no speed" for n in nodes if n.send_gb_s is None and n.receive_gb_s is None]
+    if "oversubscription" in values and "leaf_nodes" not in values:
+        problems.append("oversubscription: there are no leaf switches; set leaf_nodes, or leave it out")
     found = table(ClusterSpeeds, values, "", problems, nodes=nodes)
     if problems or found is None:
         raise refusal(str(path), problems)

@@ -10,7 +10,7 @@ as long as the slowest of them:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,8 @@ import numpy.typing as npt
 from refitd.describe.layout import elements
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
-from refitd.plan.columns import Ints, ranges
+from refitd.plan.columns import Ints, offsets_of, ranges
+from refitd.plan.deliveries import deliveries_of
 from refitd.plan.shared import GlobalPlan
 from refitd.plan.table import CopyTable
 
@@ -133,6 +134,35 @@ def traffic_of(plan: GlobalPlan) -> Traffic:
     )
 
 
+def in_a_swap(plan: GlobalPlan, rosters: Sequence[Roster], traffic: Traffic) -> Traffic:
+    """Return what the service moves for a plan's traffic, without relays.
+
+    What several ranks of a node need alike of a source crosses to one of them, and is copied on to the others there.
+    """
+    shared = plan.shared
+    node = _nodes(rosters)
+    at = np.zeros(1 + max(node, default=0), np.int64)
+    at[list(node)] = list(node.values())
+    found = deliveries_of(shared, np.flatnonzero(at[shared.job_src] != at[shared.job_dst]), at)
+    lines, most = found.patterns, 2 + int(found.patterns.member.max(initial=0))
+    sender = np.where(lines.crosses, 0, 1 + lines.member[lines.giver])  # 0: the source
+    pairs, which = np.unique((lines.of_line * most + sender) * most + lines.member, return_inverse=True)
+    moved, copies = np.zeros(len(pairs), np.int64), np.bincount(which, minlength=len(pairs)).astype(np.int64)
+    np.add.at(moved, which, (np.prod(shared.rows.size, axis=1) * shared.rows.element_size)[lines.row])
+    begin = offsets_of(pairs // most**2, len(lines.start) - 1)
+    delivery, pair = ranges(begin[found.pattern], np.diff(begin)[found.pattern])
+    sender, receiver, first = pairs[pair] // most % most, pairs[pair] % most, found.start[delivery]
+    src = np.where(sender > 0, found.dst[first + np.maximum(sender - 1, 0)], found.src[delivery])
+    near = at[traffic.src] == at[traffic.dst]
+    return replace(
+        traffic,
+        src=np.concatenate([traffic.src[near], src]),
+        dst=np.concatenate([traffic.dst[near], found.dst[first + receiver]]),
+        bytes=np.concatenate([traffic.bytes[near], moved[pair]]),
+        copies=np.concatenate([traffic.copies[near], copies[pair]]),
+    )
+
+
 def copies_of(plan: GlobalPlan, tensor: str) -> CopyTable:
     """Return the copies of one canonical tensor; empty if the plan does not move it."""
     shared = plan.shared
@@ -190,9 +220,7 @@ def estimate(traffic: Traffic, rosters: Sequence[Roster], links: Links) -> Estim
     """Return the least time the traffic takes; None if nothing moves. A rank without a node counts as its own node."""
     if not links.intra > 0 or not links.inter > 0:
         raise ValueError(f"link speeds must be above 0 GB/s, found {links}")
-    names = {roster.rank: roster.node or f"\0{roster.rank}" for roster in rosters}
-    numbers = {name: i for i, name in enumerate(dict.fromkeys(names.values()))}
-    node = {rank: numbers[name] for rank, name in names.items()}
+    node = _nodes(rosters)
     is_near = _looked_up(node, traffic.src) == _looked_up(node, traffic.dst)
     slowest: Estimate | None = None
     for link, speed, mask in (("inter", links.inter, ~is_near), ("intra", links.intra, is_near)):
@@ -202,6 +230,13 @@ def estimate(traffic: Traffic, rosters: Sequence[Roster], links: Links) -> Estim
                 if slowest is None or seconds > slowest.seconds:
                     slowest = Estimate(seconds, rank, link, direction, moved)
     return slowest
+
+
+def _nodes(rosters: Sequence[Roster]) -> dict[int, int]:
+    """Return the number of each rank's node; a rank without a node counts as its own node."""
+    names = {roster.rank: roster.node or f"\0{roster.rank}" for roster in rosters}
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(names.values()))}
+    return {rank: numbers[name] for rank, name in names.items()}
 
 
 def _per_rank(ranks: npt.NDArray[np.int64], amounts: npt.NDArray[np.int64]) -> dict[int, int]:

@@ -80,12 +80,12 @@ def simulate(flows: Flows, capacity: Floats) -> Usage:
     """Run all flows from time 0 until they end.
 
     Args:
-        flows: what moves. Flows without resources take no time.
+        flows: what moves. Flows that take nothing of any resource take no time.
         capacity: [resources] bytes per second, above 0.
     """
     classes = _classes_of(flows, capacity)
     left = classes.nbytes.copy()
-    is_bound = np.bincount(classes.entry_flow, minlength=len(left)) > 0
+    is_bound = np.bincount(classes.entry_flow, classes.entry_weight, minlength=len(left)) > 0
     running = (left > 0) & is_bound
     now, ends, rates = 0.0, [], []
     while running.any():

@@ -60,8 +60,8 @@ def staging_of(plan: SharedPlan, ranks: Ranks, *, relayed: bool, order: Ints | N
     """Return the hops of staging.
 
     As in refitd.plan.deliveries, what several ranks of a node need of one source box crosses to the first of them, and
-    the others copy it there. With `relayed`, nodes that need the same form chains: the first gets it from the sources,
-    each other one from the one before it, in this order of nodes (None: by number).
+    the others copy it there. With `relayed`, nodes that need the same, however they are cut, form chains: the
+    first gets it from the sources, each other one from the one before it, in this order of nodes (None: by number).
     """
     job, row = ranges(plan.row_start[plan.job_rows], np.diff(plan.row_start)[plan.job_rows])
     most = max(ranks.index, default=-1) + 1
@@ -106,27 +106,25 @@ def _givers(box: Hashes, src: Ints, dst: Ints, far: Mask, ranks: Ranks) -> Ints:
 
 
 def _relays(content: Hashes, src: Ints, dst: Ints, crosses: Mask, ranks: Ranks, order: Ints) -> tuple[Ints, int]:
-    """Return the source of each row when alike nodes form chains, and the nodes of the longest chain."""
+    """Return the source of each row when all nodes that need a content form a chain, and the nodes of the longest one.
+
+    A node passes on what its first rank of that content has received, whichever rank the next node needs it at.
+    """
     at = np.flatnonzero(crosses)
     if not len(at):
         return src, 1
-    node = ranks.node[dst[at]]
-    needs = np.zeros(len(ranks.nodes), np.uint64)
-    np.add.at(needs, node, mixed(content[at] ^ mixed(ranks.place[dst[at]])))
-    receiving = order[np.isin(order, node)]
-    before = np.full(len(ranks.nodes), -1, np.int64)
-    last: dict[int, int] = {}
-    lengths: dict[int, int] = {}
-    for number, need in zip(receiving.tolist(), needs[receiving].tolist(), strict=True):
-        before[number] = last.get(need, -1)
-        last[need] = number
-        lengths[need] = lengths.get(need, 0) + 1
-    first_rank = np.full((len(ranks.nodes), int(ranks.count.max())), -1, np.int64)
-    first_rank[ranks.node, ranks.place] = np.arange(len(ranks))
+    turn = np.empty(len(ranks.nodes), np.int64)
+    turn[order] = np.arange(len(order))
+    node = turn[ranks.node[dst[at]]]
+    at = at[np.lexsort((dst[at], node, content[at]))]
+    node, what = turn[ranks.node[dst[at]]], content[at]
+    is_first = np.append(True, (what[1:] != what[:-1]) | (node[1:] != node[:-1]))  # of its content on its node
+    first = np.flatnonzero(is_first)
+    follows = np.append(False, what[first[1:]] == what[first[:-1]])  # another node has that content before
+    before = np.where(follows, np.roll(dst[at[first]], 1), -1)[np.cumsum(is_first) - 1]
     source = src.copy()
-    passed = before[node] >= 0
-    source[at[passed]] = first_rank[before[node[passed]], ranks.place[dst[at[passed]]]]
-    return source, max(lengths.values())
+    source[at[before >= 0]] = before[before >= 0]
+    return source, int(np.diff(np.append(np.flatnonzero(~follows), len(first))).max())
 
 
 def _summed(src: Ints, dst: Ints, nbytes: Ints, elements: Ints, is_relay: Mask, wanted: Mask, count: int) -> Hops:

@@ -119,6 +119,29 @@ def test_every_cable_carries_it_once(nodes: Callable[..., Nodes]) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_gets_versions_whole_costs_only_its_own_cable(nodes: Callable[..., Nodes]) -> None:
+    """One that is written in place has no base of a delta, and comes last."""
+    fleet = Fleet(nodes)
+    stands: dict[str, Callable[[int | None], None]] = {"on_pause": lambda _: None, "on_resume": lambda _: None}
+    fleet.held = {name: tensor.to(torch.bfloat16) for name, tensor in fleet.held.items()}
+    fleet.source = fleet.clients[0].register_source("plain", fleet.held)
+    live = [fleet.clients[node].allocate({n: (t.shape, t.dtype) for n, t in fleet.held.items()}) for node in (1, 2, 3)]
+    options = ({"mode": "in-place", **stands}, {}, {})
+    targets = [
+        fleet.clients[node].register_target("plain", held, replica=f"r{node}", **more)  # type: ignore[arg-type]
+        for node, held, more in zip((1, 2, 3), live, options, strict=True)
+    ]
+    for version in (1, 2):
+        fleet.change(0.01, version)
+        fleet.source.publish(version)
+        with Engine(*targets[1:]):
+            crossing = fleet.trainer.swap("plain", version, timeout=60).crossing
+        assert all(shards.equal(held, fleet.held) for held in live)
+    assert crossing.delta_bytes * 3 == crossing.bytes * 2
+    fleet.close()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_whoever_fails_on_the_path_is_named_and_the_next_swap_goes_on(

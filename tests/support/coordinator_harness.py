@@ -87,6 +87,7 @@ class Harness:
         self.plans_made = 0
         self.sent: list[tuple[str, int, object]] = []
         self.illegal: list[object] = []
+        self.unbegun: list[object] = []  # why catch-ups could not begin
 
     def feed(self, event: act.Event) -> None:
         pending = [event]
@@ -110,6 +111,8 @@ class Harness:
                         pending.append(act.JournalWritten(decided.swaps, self.journal_error))
                     case Log("illegal", fields):
                         self.illegal.append(fields["reason"])
+                    case Log("catch-up-refused", fields):
+                        self.unbegun.append(fields["reason"])
                     case act.WriteDrain(drain, waiter):
                         if self.journal_error is None:
                             if drain.replicas is None:

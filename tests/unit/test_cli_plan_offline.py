@@ -97,6 +97,7 @@ def test_plan_shows_matrix_parameters_memory_balance_and_time():
         "0-31 of llama-serve",
         "35.3 GB",
         "1.13 TB in 41120 copies",
+        "564 GB cross nodes for 1.13 TB that ranks there need",
         "times the mean of 64",
         "at least 705.6 ms with 300 GB/s within and 50 GB/s between nodes: rank 0 of llama-serve receives",
     ):
@@ -110,6 +111,7 @@ def test_plan_in_json_is_one_object_with_everything(sides):
     assert found["ranks"] == 8
     assert found["bytes"] == 2 * (8 + 8) * 4 * 4 + 2 * 4 * 4 * 4
     assert sum(pair["bytes"] for pair in found["pairs"]) == found["bytes"]
+    assert found["crossing_bytes"] == 2 * (8 + 8) * 4 * 4 + 2 * 4 * 4, "all four ranks need both layers' norms"
     assert sum(parameter["bytes"] for parameter in found["parameters"]) == found["bytes"]
     assert found["unused_sources"] == ["embedding"]
     assert [m["staging_bytes"] for m in found["memory"]] == [0, 0, 0, 0, 160, 160, 160, 160]

@@ -167,6 +167,20 @@ def test_nodes_whose_replica_does_not_serve_the_live_version_pass_on_last() -> N
     assert asked and asked[-1].last == {"n1"} and len(asked[-1].rosters) == 3
 
 
+def test_nodes_with_a_replica_that_is_written_in_place_pass_on_last_from_the_first_version_on() -> None:
+    """Such a rank never has a base: those after it would get every version whole."""
+    h = Harness()
+    large = shards.shard_of([ParameterMetadata("w", (1024, 1024), "bfloat16", 2, resolved_name="w")])
+    for node, member in (("n0", "src"), ("n1", "a"), ("n2", "b")):
+        h.join(node, pid=10 + int(node[1]), workers=(1,))
+        h.say(node, cluster.DescribeShard(digest=digest_of(large), packed=pack(large)))
+        h.add(member, node, digest=digest_of(large), in_place=member == "a", pauses=member == "a")
+    h.say("n0", cluster.ShardPublished(member="src", version=1), request=4)
+    h.say("n0", local.StartSwap("m"), request=9)
+    plan = h.state.models["m"].plan
+    assert plan is not None and [path.nodes for path in plan.routed.relays.paths] == [("n2", "n1")]
+
+
 def test_a_kept_plan_is_made_anew_if_a_node_that_passes_on_has_lost_its_base() -> None:
     h = Harness()
     large = shards.shard_of([ParameterMetadata("w", (1024, 1024), "bfloat16", 2, resolved_name="w")])

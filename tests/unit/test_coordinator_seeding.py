@@ -180,6 +180,23 @@ def test_who_cannot_seed(what: str) -> None:
     assert read(h) == {"src"}
 
 
+def test_whom_nobody_can_give_the_live_version_is_named_with_what_is_missing() -> None:
+    h = serving(("a", "n1"))
+    h.say("n0", cluster.RemoveShard(member="src", reason="gone"))
+    assert not h.unbegun
+    shard = shards.shard_of([ParameterMetadata("w", (4, 4), "float32", 4, resolved_name="w", cast_from="bfloat16")])
+    h.say("n2", cluster.DescribeShard(digest=digest_of(shard), packed=pack(shard)))
+    h.say("n2", cluster.AddShard("b", "m", "target", "b", 0, 1, 5, digest_of(shard)), request=3)
+    (said,) = h.unbegun
+    assert isinstance(said, str)
+    assert (
+        "nobody gives version 1, which is live, to 'b': it has no sources, and 'a' can give it to none of them" in said
+    )
+    assert said.endswith("publish and swap a newer version")
+    h.tick()
+    assert len(h.unbegun) == 1, "it is said once"
+
+
 def test_seeds_that_no_plan_fits_are_not_asked_again() -> None:
     """What descriptions say of tensors may agree, and those that hold them lack elements."""
     h = serving(("a", "n1"))

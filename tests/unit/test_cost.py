@@ -8,7 +8,7 @@ import pytest
 from refitd.describe.roster import Roster
 from refitd.offline import Layout, read, rosters_of
 from refitd.plan.build import plan_copies
-from refitd.plan.cost import Links, balance_of, copies_of, estimate, memory_of, traffic_of
+from refitd.plan.cost import Links, balance_of, copies_of, estimate, in_a_swap, memory_of, traffic_of
 
 WEIGHT = {"name": "w", "shape": [8, 4], "dtype": "float32", "split": {"dim": 0}, "stage": "every"}
 NORM = {"name": "norm", "shape": [3], "dtype": "float32", "stage": "every"}
@@ -107,6 +107,33 @@ def test_copies_on_a_node_take_the_faster_link():
     least = estimate(traffic, rosters, LINKS)
     assert least is not None
     assert (least.link, least.seconds) == ("intra", pytest.approx(140 / 100e9))
+
+
+def test_in_a_swap_what_ranks_of_a_node_need_alike_crosses_once():
+    # rank 0 alone; ranks 1 to 3 on another node hold everything, rank 4 on a third one
+    rosters, plan, traffic = case({"ranks_per_node": 1}, {"dp": 4, "ranks_per_node": 3})
+    assert [r.node for r in rosters] == ["node0", *3 * ["node1"], "node2"]
+    moved = in_a_swap(plan, rosters, traffic)
+    pairs = zip(moved.src.tolist(), moved.dst.tolist(), moved.bytes.tolist(), moved.copies.tolist(), strict=True)
+    assert sorted(pairs) == [(0, 1, 140, 2), (0, 4, 140, 2), (1, 2, 140, 2), (1, 3, 140, 2)]
+    least = estimate(moved, rosters, LINKS)
+    assert least is not None
+    assert (least.rank, least.link, least.direction, least.bytes) == (0, "inter", "sends", 280)
+
+
+@pytest.mark.parametrize("target", [{"tp": 4, "dp": 3, "ranks_per_node": 2}, {"tp": 2, "dp": 3, "ranks_per_node": 4}])
+def test_in_a_swap_every_rank_gets_what_it_needs(target):
+    rosters, plan, traffic = case({"tp": 2, "dp": 2, "ranks_per_node": 3}, target)
+    moved = in_a_swap(plan, rosters, traffic)
+    assert [int(moved.bytes[moved.dst == rank].sum()) for rank in range(20)] == [
+        int(traffic.bytes[traffic.dst == rank].sum()) for rank in range(20)
+    ]
+
+
+def test_in_a_swap_on_one_node_nothing_changes():
+    rosters, plan, traffic = case({"tp": 2}, {"tp": 4}, collocated=True)
+    moved = in_a_swap(plan, rosters, traffic)
+    assert np.array_equal(moved.bytes, traffic.bytes) and np.array_equal(moved.src, traffic.src)
 
 
 def test_ranks_without_a_node_have_one_each():

@@ -18,9 +18,11 @@ from refitd.copy_services.arena_pieces import ArenaPiece
 from refitd.copy_services.base import DigestMismatch
 from refitd.copy_services.conversions import converted
 from refitd.copy_services.delta_codec import Encoding, Note
+from refitd.copy_services.exchange import DIRECT
 from refitd.copy_services.pace import Pace
 from refitd.copy_services.pieces import Base
-from refitd.copy_services.windows import WindowExchange
+from refitd.copy_services.streams import InFlight, Stream
+from refitd.copy_services.windows import WindowExchange, _doing
 from refitd.errors import TransportError
 from tests.support.service_threads import SERVICES, TIMEOUT_S, ServiceThreads
 
@@ -186,7 +188,7 @@ class Liar(WindowExchange):
         (Note(9, 1, 3), b"", "cannot come in form 9"),  # type: ignore[arg-type]
         (Note(Encoding.GAPS_16, 1, 4), b"ab\xf0\xff", "positions, up to 65520, in a message of 1000 words"),
         (Note(Encoding.GAPS_8, 2, 6), b"abcd\x01\xff", "a delta of 2 words has 1 positions"),
-        (Note(Encoding.GAPS_8, 1, 3), b"ab\x01", "read; something else writes"),
+        (Note(Encoding.GAPS_8, 1, 3), b"ab\x01", "read; it came as a delta"),
     ],
 )
 def test_a_delta_that_cannot_be_is_refused(service: str, note: Note, body: bytes, found: str) -> None:
@@ -198,6 +200,12 @@ def test_a_delta_that_cannot_be_is_refused(service: str, note: Note, body: bytes
         assert isinstance(taken, TransportError) and found in str(taken)
     finally:
         ends.close()
+
+
+def test_what_opens_a_stream_has_no_number_in_errors() -> None:
+    stream = Stream(1, DIRECT, False, [], [], [], 0)
+    told = [_doing(InFlight(stream, number, None, torch.empty(0), False)) for number in (-1, 0)]
+    assert told == ["the opening message from", "message 0 from"]
 
 
 def test_deltas_that_are_slower_rest_and_are_tried_again() -> None:

@@ -72,6 +72,23 @@ def test_chains_go_through_nodes_that_need_the_same() -> None:
     assert found.chain == 3 and found.sent_bytes == W and found.crossing_bytes == 3 * W
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_chains_go_through_nodes_that_are_cut_differently(tp: int) -> None:
+    """An engine of one rank and one of several, a node each."""
+    source, *others = [layout("from"), layout("to"), layout("fine", tp=tp)]
+    ranks = rosters_of(read(source, "from"), [read(other, "to") for other in others])  # type: ignore[arg-type, list-item]
+    found = Simulation(plan_copies(ranks), ranks, SLOW).run(FanOut.RELAYED)
+    assert (found.chain, found.sent_bytes, found.crossing_bytes) == (2, W, 2 * W)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("memory", [None, 1e-3])
+def test_where_nothing_has_changed_only_memory_takes_time(memory: float | None) -> None:
+    unlimited = replace(SLOW, rank_gb_s=None, memory_gb_s=memory)
+    found = run(FanOut.DELTA, {"ranks_per_node": 1}, {"ranks_per_node": 1}, unlimited, changed=0.0)
+    assert found.crossing_bytes == 0 and found.seconds == pytest.approx(2 * W / 1e6 if memory else 0.0)
+
+
 def test_a_delta_is_as_long_as_what_changed_and_never_longer_than_the_whole() -> None:
     one = {"ranks_per_node": 1}
     whole, few = run(FanOut.DIRECT, one, one), run(FanOut.DELTA, one, one, changed=0.01)
@@ -122,6 +139,7 @@ def test_the_trace_is_as_long_as_the_swap() -> None:
         ("nic_gb_s = inf\nrank_gb_s = 1\nmemory_gb_s = 1", "nic_gb_s"),
         ("nic_gb_s = 1e-300\nrank_gb_s = 1\nmemory_gb_s = 1", "nic_gb_s"),
         ("rank_gb_s = 1\nmemory_gb_s = 1", "nic_gb_s: missing"),
+        ("nic_gb_s = 1\noversubscription = 2", "oversubscription: there are no leaf switches; set leaf_nodes"),
     ],
 )
 def test_a_cluster_that_cannot_be_is_refused(tmp_path: Path, text: str, said: str) -> None:
