@@ -111,9 +111,9 @@ class Parted(Generic[T]):
     uses: Uses
 
     @staticmethod
-    def of(parts: PartRows[T], part: Ints, count: Ints, ranks: Ints, path: Ints, hop: Ints) -> Parted[T]:
+    def of(parts: PartRows[T], part: Ints, count: Ints, ranks: Ints | Int32, path: Ints, hop: Ints) -> Parted[T]:
         """Return a table of parts that are used as the other columns say (Uses)."""
-        return Parted(parts, Uses(*(column.astype(np.int32) for column in (part, count, path, hop, ranks))))
+        return Parted(parts, Uses(*(column.astype(np.int32, copy=False) for column in (part, count, path, hop, ranks))))
 
     def rows_of(self, uses: Ints) -> T:
         """Return the rows of some uses, in their order, with only the names that they use."""

@@ -102,7 +102,7 @@ class _CrossingParts:
     nbytes: Ints  # [parts]
     slot_start: Ints  # [parts + 1]
     before: Ints  # [parts] how many of a part's slots are of ranks before
-    member: Ints  # [slots] the number of a rank among the destinations of its delivery; 0 for a source
+    member: Int32  # [slots] the number of a rank among the destinations of its delivery; 0 for a source
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -216,13 +216,16 @@ def _crossing(
     example, part = numbered((moves.lots * count + before + 1) * count + here)
     made_of = (patterns, here[example], before[example], moves.lots[example], moves.set_start, moves.set_lots)
     parts = known.made_of(made_of, lambda: _crossing_parts(plan, *made_of))
-    # the ranks of a move: those of the slots before, then those here
+    # the ranks of a move: those of the slots before, then those here; where each is among all destinations and sources
     slots_of = np.diff(parts.slot_start)[part]
     of_source = len(found.dst) + moves.delivery
     begin = np.column_stack([np.where(is_passed, found.start[moves.before], of_source), found.start[moves.delivery]])
     slots = np.column_stack([parts.before[part], slots_of - parts.before[part]])
-    member = parts.member[range_values(parts.slot_start[part], slots_of)]
-    ranks = np.append(found.dst, found.src)[np.repeat(begin.reshape(-1), slots.reshape(-1)) + member]
+    place = np.repeat(begin.reshape(-1), slots.reshape(-1))
+    del of_source, begin, slots
+    place += parts.member[range_values(parts.slot_start[part], slots_of)]
+    ranks = np.concatenate([found.dst, found.src], dtype=np.int32)[place]
+    del place
     parted = Parted.of(parts.parts, part, slots_of, ranks, moves.path, moves.hop)
     source = np.where(is_passed, found.node[moves.before], at[found.src[moves.delivery]])
     return RoutedTable(parted, source, found.node[moves.delivery]), parts.nbytes[part]
@@ -250,7 +253,7 @@ def _crossing_parts(
     nbytes = np.zeros(len(here), np.int64)
     np.add.at(nbytes, of, table.row_bytes)
     parts = PartRows(table, offsets_of(of, len(here)))
-    return _CrossingParts(parts, nbytes, slot_start, half[1::2] - slot_start[:-1], slots % members)
+    return _CrossingParts(parts, nbytes, slot_start, half[1::2] - slot_start[:-1], (slots % members).astype(np.int32))
 
 
 class _CrossingLines:
