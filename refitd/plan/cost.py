@@ -20,6 +20,7 @@ from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
 from refitd.plan.columns import Ints, offsets_of, ranges
 from refitd.plan.deliveries import deliveries_of
+from refitd.plan.kept import Kept
 from refitd.plan.shared import GlobalPlan
 from refitd.plan.table import CopyTable
 
@@ -143,7 +144,7 @@ def in_a_swap(plan: GlobalPlan, rosters: Sequence[Roster], traffic: Traffic) -> 
     node = _nodes(rosters)
     at = np.zeros(1 + max(node, default=0), np.int64)
     at[list(node)] = list(node.values())
-    found = deliveries_of(shared, np.flatnonzero(at[shared.job_src] != at[shared.job_dst]), at)
+    found = deliveries_of(shared, np.flatnonzero(at[shared.job_src] != at[shared.job_dst]), at, Kept())
     lines, most = found.patterns, 2 + int(found.patterns.member.max(initial=0))
     sender = np.where(lines.crosses, 0, 1 + lines.member[lines.giver])  # 0: the source
     pairs, which = np.unique((lines.of_line * most + sender) * most + lines.member, return_inverse=True)
