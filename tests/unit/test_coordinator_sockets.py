@@ -60,6 +60,7 @@ def test_the_coordinator_that_answers_is_followed_until_it_is_silent(
     assert frame() == b"welcome" and sockets.follow(is_up=True) == paths[1]
     assert sockets.follow(is_up=True) == "" and not sockets.is_seeking
     a.send_frame(of_a, b"from an old leader")
+    eventually(lambda: bool(sockets.sockets[0].poll(0)), "it has come")
     b.send_frame(of_b, b"second")
     assert frame() == b"second"
     heard_by(b, request=2)
