@@ -59,6 +59,9 @@ class Silent:
     member: Member
 
 
+Order = CommitAtStep | Pass | Silent
+
+
 @dataclass(slots=True)
 class _Waiting:
     since: float
@@ -90,9 +93,7 @@ class FlipSteps:
         """Return when `due` must be called without a new event; None: never."""
         return min((w.due_at for w in self._waiting.values() if w.due_at is not None), default=None)
 
-    def due(
-        self, targets: Iterable[Member], now: float, absent: Mapping[str, float] | None = None
-    ) -> list[CommitAtStep | Pass | Silent]:
+    def due(self, targets: Iterable[Member], now: float, absent: Mapping[str, float] | None = None) -> list[Order]:
         """Return the orders to send now.
 
         Args:
@@ -103,7 +104,7 @@ class FlipSteps:
         replicas: dict[str, list[Member]] = {}
         for member in targets if self._waiting else ():
             replicas.setdefault(member.added.replica, []).append(member)
-        found: list[CommitAtStep | Pass | Silent] = []
+        found: list[Order] = []
         for (swap, replica), waiting in list(self._waiting.items()):
             ranks = replicas.get(replica, [])
             concerned = {m.id: m for m in ranks if m.staged == swap and m.added.lockstep}
@@ -138,12 +139,12 @@ class FlipSteps:
         concerned: dict[str, Member],
         said: dict[str, Reached],
         now: float,
-    ) -> list[CommitAtStep | Pass | Silent]:
+    ) -> list[Order]:
         apart = ""
         steps = meeting(said)
         serves_nothing = all(member.version is None for member in ranks)
         if (others := [member for member in ranks if not member.added.lockstep]) and not serves_nothing:
-            apart = f"{_named(others)} commits at a point of its own"
+            apart = f"{_named(others)} has a commit point of its own (on_commit, on_pause or agree)"
         if _lacks_one(ranks, concerned) and not in_turn(said) and not serves_nothing:
             # it may have begun the step before which these stand, and they end it with it
             if not all(where.stands for where in said.values()):
@@ -181,21 +182,17 @@ class FlipSteps:
         return list(waiting.flips.values())
 
     @staticmethod
-    def _let_through(
-        swap: str, waiting: _Waiting, concerned: dict[str, Member], standing: list[str]
-    ) -> list[CommitAtStep | Pass | Silent]:
+    def _let_through(swap: str, waiting: _Waiting, concerned: dict[str, Member], standing: list[str]) -> list[Order]:
         waiting.said |= {id_: replace(waiting.said[id_], stands="") for id_ in standing}
         return [Pass(swap, concerned[id_]) for id_ in standing]
 
     def _again(
         self, swap: str, waiting: _Waiting, concerned: dict[str, Member], said: dict[str, Reached]
-    ) -> list[CommitAtStep | Pass | Silent]:
+    ) -> list[Order]:
         """Answer ranks that reported again, or too late."""
         assert waiting.flips is not None
         asked, waiting.asked = waiting.asked & said.keys(), set()
-        found: list[CommitAtStep | Pass | Silent] = [
-            replace(waiting.flips[id_], apart="") for id_ in asked & waiting.flips.keys()
-        ]
+        found: list[Order] = [replace(waiting.flips[id_], apart="") for id_ in asked & waiting.flips.keys()]
         for id_ in asked - waiting.flips.keys():
             point = meeting_late(said[id_], waiting.told)
             late = "" if point is not None else "it said in which poll it is after the others had been told theirs"

@@ -87,19 +87,17 @@ def rename(metas: Sequence[ParameterMetadata], names: Names, *, is_target: bool)
 
     Raises:
         PlanError: lists every tensor that no pattern matches, with the nearest names, and every tensor that is not
-            what its rule says. A source's tensors must keep different names: of two under one name, one would be sent
-            and the other lost.
+            what its rule says. No two tensors of a source may give the same rows: one would be sent and the other lost.
     """
     rules = _Rules(names)
     found: list[ParameterMetadata] = []
     problems: list[str] = []
-    taken: dict[str, str] = {}
+    given = _Given()
     for meta in metas:
         try:
             found.append(_renamed(meta, rules, is_target))
-            for new, old in () if is_target else _plain_names(meta, rules):
-                if taken.setdefault(new, old) != old:
-                    raise PlanError(f"{meta.name}: names give {new} to {taken[new]} and to {old}; give each its own")
+            if not is_target:
+                given.check(meta, rules)
         except PlanError as error:
             problems += error.violations
     if problems:
@@ -179,11 +177,50 @@ def _rule_problem(pattern: object, rule: object) -> str:
 def _taken_twice(parts: Sequence[Part]) -> str:
     """Return a canonical tensor of which two parts are the same rows; "" if there is none."""
     for one, other in itertools.combinations(parts, 2):
-        if one.tensor == other.tensor:
-            rows, others = (range(p.first, p.first + p.rows * p.step, p.step) for p in (one, other))
-            if not set(rows).isdisjoint(others):
-                return one.tensor
+        if one.tensor == other.tensor and _meet(one, other):
+            return one.tensor
     return ""
+
+
+def _meet(one: Part | None, other: Part | None) -> bool:
+    """Whether two parts of one canonical tensor, None for all of it, have elements in common."""
+    if one is None or other is None or one.is_transposed != other.is_transposed:
+        return True
+    rows, others = (range(p.first, p.first + p.rows * p.step, p.step) for p in (one, other))
+    return not set(rows).isdisjoint(others)
+
+
+class _Given:
+    """Which of a source's tensors gives which rows of the canonical ones."""
+
+    def __init__(self) -> None:
+        # by canonical tensor, and expert if it stacks them: the parts that were given, None for all of it, and by whom
+        self._of: dict[tuple[str, str], list[tuple[Part | None, str]]] = {}
+
+    def check(self, meta: ParameterMetadata, rules: _Rules) -> None:
+        """Note what a description gives; raises PlanError if another tensor gives some of it already."""
+        for name in _by_tensor(meta):
+            rule, marks = rules.find(name, meta.name)
+            for tensor, part in _parts_of(rule):
+                new = _filled(tensor, marks)
+                there = self._of.setdefault((new, marks["expert"] if part and part.stack else ""), [])
+                for other, old in there:
+                    if old != name and _meet(part, other):
+                        rows = "" if part is None and other is None else "rows of "
+                        raise PlanError(
+                            f"{meta.name}: names give {rows}{new} to {old} and to {name}; give each its own"
+                        )
+                if (part, name) not in there:
+                    there.append((part, name))
+
+
+def _parts_of(rule: str | Fused | Padded) -> Iterator[tuple[str, Part | None]]:
+    """Yield the canonical tensors that a rule names, with the part of each; None: all of it."""
+    if isinstance(rule, Fused):
+        for part in rule.parts:
+            yield part.tensor, part
+    else:
+        yield rule if isinstance(rule, str) else rule.tensor, None
 
 
 def _renamed(meta: ParameterMetadata, rules: _Rules, is_target: bool) -> ParameterMetadata:
@@ -233,14 +270,6 @@ def _by_tensor(meta: ParameterMetadata) -> dict[str, list[Tile]]:
 
 def _filled(name: str, marks: Mapping[str, str]) -> str:
     return _PLACEHOLDER.sub(lambda found: marks[found[1]], name)
-
-
-def _plain_names(meta: ParameterMetadata, rules: _Rules) -> Iterator[tuple[str, str]]:
-    """Yield (new name, old name) of the canonical tensors that a description is of, but for fused ones."""
-    for name in {tile.tensor for tile in meta.tiles} if meta.tiles else (canonical_name(meta),):
-        rule, marks = rules.find(name, meta.name)
-        if not isinstance(rule, Fused):
-            yield _filled(rule if isinstance(rule, str) else rule.tensor, marks), name
 
 
 def _single_name(alias: str, rules: _Rules, subject: str) -> str:

@@ -177,7 +177,7 @@ def test_a_rank_with_a_commit_point_of_its_own_is_not_waited_for_and_the_others_
     steps.reached("s", ranks[0], Reached(41, "before"), now=0.0)
     (told,) = steps.due(ranks, now=0.0)
     assert isinstance(told, CommitAtStep) and told.step == 42 and not told.origin
-    assert told.apart == "rank 1 commits at a point of its own"
+    assert told.apart == "rank 1 has a commit point of its own (on_commit, on_pause or agree)"
 
 
 def unregistered(*ranks: Any, origin: str = "before") -> FlipSteps:

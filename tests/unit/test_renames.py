@@ -200,6 +200,34 @@ def test_two_tensors_of_a_source_under_one_name_are_refused():
 
 
 @pytest.mark.parametrize(
+    ("one", "other", "meets"),
+    [
+        ("q", Fused((Part("q", 4), Part("k", 2))), True),
+        (Padded("k", 4), Fused((Part("q", 4), Part("k", 2))), True),
+        (Fused((Part("q", 6),)), Fused((Part("k", 2), Part("q", 4, first=5))), True),
+        (Fused((Part("q", 6),)), Fused((Part("k", 2), Part("q", 4, first=6))), False),
+        (Fused((Part("q", 6, step=2),)), Fused((Part("q", 6, first=1, step=2),)), False),
+        (Fused((Part("q", 6, step=2),)), Fused((Part("q", 6, first=3, step=3),)), True),
+        (Fused((Part("q", 6),)), Fused((Part("q", 6, is_transposed=True),)), True),
+    ],
+)
+def test_two_tensors_of_a_source_that_give_the_same_rows_are_refused(one: Any, other: Any, meets: bool) -> None:
+    names, both = {"a": one, "b": other}, [meta("a", (6, 8)), meta("b", (6, 8))]
+    if meets:
+        with pytest.raises(PlanError, match=r"b: names give rows of [qk] to a and to b; give each its own"):
+            rename(both, names, is_target=False)
+    else:
+        assert len(rename(both, names, is_target=False)) == 2
+
+
+def test_experts_of_one_stack_are_given_by_tensors_of_their_own() -> None:
+    names = {"e{expert}.w": Fused((Part("w", 6, stack=4),)), "x{expert}.w": Fused((Part("w", 6, stack=4),))}
+    assert len(rename([meta(f"e{expert}.w", (6, 8)) for expert in range(4)], names, is_target=False)) == 4
+    with pytest.raises(PlanError, match=r"x1.w: names give rows of w to e1.w and to x1.w"):
+        rename([meta("e0.w", (6, 8)), meta("e1.w", (6, 8)), meta("x1.w", (6, 8))], names, is_target=False)
+
+
+@pytest.mark.parametrize(
     ("names", "says"),
     [
         (["a"], "expected {pattern: canonical name, Fused or Padded}"),
