@@ -41,10 +41,12 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor, *, timeout: float = DEFA
     """Return where this rank's shard lies in the whole tensor. Collective over the mesh.
 
     Raises:
+        TypeError: the argument is not a DTensor.
         UnevenLayoutError: the shards' sizes do not add up to the tensor's shape, or a placement is not one of
             Shard, _StridedShard, Replicate.
         DeadlineExceeded, PeerLost: a rank of the mesh did not take part.
     """
+    check_is_dtensor(dtensor)
     deadline = Deadline.after(timeout)
     local = local_shard(dtensor)
     offset = [0] * dtensor.dim()
@@ -78,9 +80,11 @@ def validate_uneven_dtensor(dtensor: DTensor, *, timeout: float = DEFAULT_TIMEOU
     same.
 
     Raises:
+        TypeError: the argument is not a DTensor.
         UnevenLayoutError (an AssertionError): on every rank, with all chunks that leave the tensor, overlap or
             differ between replicas, and the first place that no chunk holds.
     """
+    check_is_dtensor(dtensor)
     deadline = Deadline.after(timeout)
     chunk, local = _chunk(dtensor, deadline), local_shard(dtensor)
     mine = torch.tensor([*chunk.offsets, *chunk.sizes, *local.shape], dtype=torch.int64)
@@ -170,8 +174,9 @@ def gather_uneven_dtensor_to_full_tensor(
         timeout: seconds until every wait ends.
 
     Raises:
-        UnevenLayoutError, DeadlineExceeded, PeerLost: as `gather_and_compute_chunk_metadata`.
+        TypeError, UnevenLayoutError, DeadlineExceeded, PeerLost: as `gather_and_compute_chunk_metadata`.
     """
+    check_is_dtensor(dtensor)
     deadline = Deadline.after(timeout)
     full = _assembled(dtensor, deadline)
     if target_device is not None:
@@ -204,9 +209,11 @@ def split_dtensor(
         timeout: seconds until every wait ends.
 
     Raises:
+        TypeError: the argument is not a DTensor. Raised at the call, not when iterated.
         UnevenLayoutError: see `gather_and_compute_chunk_metadata`.
         ValueError: sizes that are negative or do not add up to the dimension's. Raised at once, not when iterated.
     """
+    check_is_dtensor(dtensor)
     deadline = Deadline.after(timeout)
     if not -dtensor.dim() <= dim < dtensor.dim():
         raise ValueError(f"dim is {dim}, expected {-dtensor.dim()} to {dtensor.dim() - 1}")
@@ -214,6 +221,16 @@ def split_dtensor(
     sections = _sections(int(dtensor.shape[dim]), split_size_or_sections, dim)
     chunk = _chunk(dtensor, deadline)
     return _split(dtensor, chunk, sections, dim, deadline if update_uneven_dtensor_chunk_meta else None)
+
+
+def check_is_dtensor(value: object) -> None:
+    """Raise TypeError unless the value is a DTensor. Only this rank raises; nothing has been sent."""
+    if not isinstance(value, DTensor):
+        found = f"{type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else None
+        raise TypeError(
+            f"found a {found or type(value).__name__}, expected a DTensor; make one of this rank's shard with "
+            "DTensor.from_local(shard, mesh, placements), or use a plain tensor as it is: it is whole"
+        )
 
 
 def local_shard(dtensor: DTensor) -> torch.Tensor:

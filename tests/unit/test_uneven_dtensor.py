@@ -2,11 +2,16 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
+import refitd
 from refitd.inprocess.uneven_dtensor import (
     filter_unflattened_state_dict,
+    gather_and_compute_chunk_metadata,
     get_unflattened_state_dict,
 )
 from refitd.plan.boxes import layout_violations, slice_intersection, slice_moved
@@ -68,3 +73,20 @@ def test_slices_meet_and_move() -> None:
     assert slice_intersection(slice(0, 5), slice(3, 9)) == slice(3, 5)
     assert slice_intersection(slice(0, 2), slice(3, 9)) == slice(3, 3)
     assert slice_moved(slice(3, 5), -3) == slice(0, 2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        refitd.gather_uneven_dtensor_to_full_tensor,
+        refitd.update_uneven_dtensor_chunk_metadata,
+        refitd.validate_uneven_dtensor,
+        lambda tensor: refitd.split_dtensor(tensor, 2),
+        gather_and_compute_chunk_metadata,
+    ],
+)
+def test_a_plain_tensor_is_refused_by_type_before_any_rank_is_asked(function: Callable[[Any], object]) -> None:
+    with pytest.raises(TypeError, match=r"found a Parameter of shape \(4, 3\), expected a DTensor"):
+        function(torch.nn.Parameter(torch.zeros(4, 3)))
+    with pytest.raises(TypeError, match="found a list, expected a DTensor"):
+        function([1])
