@@ -7,23 +7,19 @@ that neither succeed nor fail, clusters that do not recover, and what is left at
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
 import sqlite3
 import statistics
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import refitd
 from benchmarks import machine
-from refitd.testing import Process, leaks
-from tests.support.breakable import BreakableCluster, Member
+from benchmarks.chaos import Chaos
+from refitd.testing import leaks
+from tests.support.breakable import BreakableCluster
 from tests.support.breakable_member import MODEL
 
 RESULTS = Path(__file__).parent / "results"
@@ -38,131 +34,14 @@ REPLICAS = {
     "g": ("n1", "flips-asked"),
 }
 FLIPPING = [name for name, (_, way) in REPLICAS.items() if way.startswith("flips")]
+FAMILIES = {"joint": "n0", "files": "n1"}  # and the node of each
 RANKS = 2  # of the trainer and of every replica
 DEADLINES = {"plan_s": 20.0, "stage_s": 8.0, "commit_s": 5.0, "pause_s": 5.0}
 SWAP_S = 25.0
 # A swap ends within SWAP_S, or 5 s after its decision, and its client is told at once.
 HANG_S = 60.0
 RECOVERY_S = 60.0
-MENDED_S = 30.0
-DIES_S = 10.0  # until an engine that is to die in an exchange has come to one
 PUBLISH_S = 30.0
-
-
-class Chaos:
-    """Breaks one thing at a time, at random moments, and mends what does not mend itself."""
-
-    def __init__(self, cluster: BreakableCluster, seed: int, keep_journal: Callable[[], None]) -> None:
-        """`keep_journal` notes what the journal says before it is taken away."""
-        self._cluster = cluster
-        self._keep_journal = keep_journal
-        self._copy: dict[str, bytes] = {}  # an earlier journal's files
-        self._random = random.Random(seed)
-        self._stop = threading.Event()
-        self.faults: Counter[str] = Counter()
-        self.failure: BaseException | None = None
-        self.last = 0.0  # when the last fault was over
-        self.commits = 0  # told by the driver
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Chaos:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(60)
-
-    def _run(self) -> None:
-        try:
-            while not self._stop.wait(self._random.uniform(0.3, 4.0)):
-                what, do = self._random.choice(self._choices())
-                do()
-                self.faults[what] += 1
-                self.last = time.monotonic()
-                # most faults meet a cluster that works, some one that has not got over the last
-                if self._random.random() < 0.75:
-                    self._wait_for_commits(self.commits + 1)
-        except BaseException as exc:  # told by the driver
-            self.failure = exc
-
-    def _wait_for_commits(self, wanted: int) -> None:
-        until = time.monotonic() + MENDED_S
-        while self.commits < wanted and time.monotonic() < until and not self._stop.wait(0.02):
-            pass
-
-    def _choices(self) -> list[tuple[str, Callable[[], None]]]:
-        cluster, rng = self._cluster, self._random
-        node = rng.choice(sorted(cluster.daemons))
-        daemon = cluster.daemons[node]
-        engine = cluster.engines[rng.choice(sorted(cluster.engines))]
-        workers = daemon.workers()
-        found: list[tuple[str, Callable[[], None]]] = []
-        for process, role in (
-            (cluster.coordinator, "coordinator"),
-            (daemon, "daemon"),
-            (engine, "engine"),
-            (cluster.trainer, "trainer"),
-        ):
-            found.append((f"{role}, kill -9", lambda p=process: self._kill(p)))
-            found.append((f"{role}, stopped for a while", lambda p=process: self._pause(p.pid)))
-        if workers:
-            pid = rng.choice(workers)
-            found.append(("worker, kill -9", lambda: _signal(pid, signal.SIGKILL)))
-            found.append(("worker, stopped for a while", lambda: self._pause(pid)))
-        found.append(("engine, killed and back at once", lambda: self._kill(engine, back_in_s=0.0)))
-        flips = cluster.engines[rng.choice(FLIPPING)]
-        found.append(("engine, killed half way in an exchange", lambda: self._kill_at(flips, "half")))
-        found.append(
-            ("engine, killed after an exchange that nobody was told of", lambda: self._kill_at(flips, "exchanged"))
-        )
-        found.append(("journal lost", self._lose_journal))
-        found.append(("journal exchanged for an earlier one", self._exchange_journal))
-        return found
-
-    def _lose_journal(self) -> None:
-        self._without_coordinator({})
-
-    def _exchange_journal(self) -> None:
-        copy, self._copy = self._copy, {}
-        self._without_coordinator(copy)
-
-    def _without_coordinator(self, files: dict[str, bytes]) -> None:
-        """Kill the coordinator, put these files in the place of its journal's, start it again."""
-        coordinator, journal = self._cluster.coordinator, self._cluster.journal
-        coordinator.kill()
-        self._keep_journal()
-        present = sorted(journal.parent.glob(f"{journal.name}*"))
-        self._copy = self._copy or {path.name: path.read_bytes() for path in present if not path.name.endswith("-shm")}
-        for path in present:
-            path.unlink()
-        for name, data in files.items():
-            (journal.parent / name).write_bytes(data)
-        coordinator.start()
-
-    def _kill(self, process: Process, back_in_s: float | None = None) -> None:
-        process.kill()
-        self._stop.wait(self._random.uniform(0.0, 1.5) if back_in_s is None else back_in_s)
-        process.start()
-
-    def _kill_at(self, engine: Member, point: str) -> None:
-        """Have an engine kill itself in its next exchange; kill it where none comes."""
-        engine.tell(dies_at=point)
-        until = time.monotonic() + DIES_S
-        while engine.is_running and time.monotonic() < until and not self._stop.wait(0.01):
-            pass
-        if engine.is_running:
-            self.faults["of these: there was no exchange"] += 1
-        self._kill(engine)
-
-    def _pause(self, pid: int) -> None:
-        # at times longer than others wait for a word from it
-        seconds = self._random.choice((0.2, 1.0, 3.0, 12.0, 20.0))
-        if _signal(pid, signal.SIGSTOP):
-            try:
-                self._stop.wait(seconds)
-            finally:
-                _signal(pid, signal.SIGCONT)
 
 
 class Soak:
@@ -182,6 +61,8 @@ class Soak:
         self._live = (0.0, -1)  # when the newest version was known to be committed everywhere, and which that is
         self._decided: set[int] = set()  # versions, by journals that are gone
         self._stale: set[tuple[str, int]] = set()
+        self.families: dict[str, Counter[str]] = {name: Counter() for name in cluster.families}
+        self._families_now: dict[str, dict[str, int]] = {}
 
     def listen(self) -> None:
         """Take in what members have said."""
@@ -204,8 +85,19 @@ class Soak:
                     self._reads[name] = now
                 case "published":
                     self._published = event["version"]
+                case "family":
+                    self._count_family(name, event["counts"])
                 case "closed":
                     self._closed.add(name)
+
+    def _count_family(self, name: str, counts: dict[str, int]) -> None:
+        """Add a family's counts, which begin again with each process of it."""
+        before = self._families_now.get(name, {})
+        if any(counts.get(what, 0) < count for what, count in before.items()):
+            before = {}
+        for what, count in counts.items():
+            self.families[name][what] += count - before.get(what, 0)
+        self._families_now[name] = counts
 
     def _look_for_old(self, name: str, event: dict[str, Any]) -> None:
         """Once a swap has ended as committed, nobody serves an older version, whether it took part or not."""
@@ -262,10 +154,11 @@ class Soak:
     def close_members(self) -> None:
         """Have all members leave in order."""
         self._closed.clear()
-        for member in (*self._cluster.engines.values(), self._cluster.trainer):
+        members = (*self._cluster.families.values(), *self._cluster.engines.values(), self._cluster.trainer)
+        for member in members:
             member.tell(version=self._published + 1, timeout_s=PUBLISH_S, last=True)
-        until = time.monotonic() + 30
-        while len(self._closed) < 1 + len(REPLICAS) and time.monotonic() < until:
+        until = time.monotonic() + 60
+        while len(self._closed) < len(members) and time.monotonic() < until:
             self.listen()
             time.sleep(0.05)
 
@@ -306,10 +199,10 @@ def run(
     minutes = (0.5 if quick else 10.0) if minutes is None else minutes
     seed = int(time.time()) if seed is None else seed
     started = time.monotonic()
-    cluster = BreakableCluster(NODES, REPLICAS, deadlines=DEADLINES, ranks=RANKS)
-    soak = Soak(cluster)
+    cluster = BreakableCluster(NODES, REPLICAS, deadlines=DEADLINES, ranks=RANKS, families=FAMILIES)
     left: list[str] = []
     cluster.start()
+    soak = Soak(cluster)
     try:
         chaos = _break(cluster, soak, started + 60 * minutes, seed)
         before = {name: leaks.descriptors(daemon.pid).total() for name, daemon in cluster.daemons.items()}
@@ -329,6 +222,7 @@ def run(
         "swaps": dict(soak.counts),
         "faults": dict(chaos.faults),
         "reads": soak.totals,
+        "families": {name: dict(counts) for name, counts in soak.families.items()},
         "recoveries": len(soak.recoveries),
         "recovery_s": {
             "median": statistics.median(soak.recoveries) if soak.recoveries else 0.0,
@@ -353,7 +247,7 @@ def _break(cluster: BreakableCluster, soak: Soak, until: float, seed: int) -> Ch
     """Swap and break until the time is over, then mend everything and have all replicas serve one version."""
     version, live, told = 0, -1, time.monotonic()
     broken_at = 0.0
-    with Chaos(cluster, seed, soak.keep_journal) as chaos:
+    with Chaos(cluster, seed, FLIPPING, soak.keep_journal) as chaos:
         while time.monotonic() < until:
             if chaos.failure is not None:
                 raise RuntimeError("the soak itself has failed") from chaos.failure
@@ -405,14 +299,6 @@ def _leaks(cluster: BreakableCluster, before: dict[str, int]) -> list[str]:
     return found
 
 
-def _signal(pid: int, number: int) -> bool:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def _markdown(found: dict[str, Any]) -> str:
     about = found["machine"]
     lines = [
@@ -421,15 +307,22 @@ def _markdown(found: dict[str, Any]) -> str:
         f"{about['cpu']}, {about['cores']} cores, Linux {about['kernel']}, Python {about['python']}. A coordinator,",
         "three daemons, a trainer of two ranks and seven replicas of two ranks (private tensors; arenas that workers",
         "copy to; asked to pause; with a callback that tries old commits again; one that leaves right after a commit",
-        "and comes back; two that exchange their arenas, polling and asked to pause),",
-        "all on one machine, bytes between nodes over gloo. Every element of version v is v: engines read",
-        f"everything all the time. {found['minutes']:.1f} minutes, seed {found['seed']}. Written by",
+        "and comes back; two that exchange their arenas, polling and asked to pause), and two families: a policy and",
+        "its draft, swapped by joint decisions, with float32 and bfloat16 tensors of one cast source; versions",
+        "published from a checkpoint folder that is replaced during the read. All run on one machine, bytes between",
+        "nodes go over gloo. The values of a version follow from its number (those of files from the folder's): engines check",
+        f"every element all the time. {found['minutes']:.1f} minutes, seed {found['seed']}. Written by",
         "`scripts/bench soak --minutes N`.",
         "",
         "| what | count |",
         "| --- | --- |",
         *(f"| swaps, {name} | {count} |" for name, count in sorted(found["swaps"].items()) if "old" not in name),
         *(f"| {name} | {count} |" for name, count in sorted(found["faults"].items())),
+        *(
+            f"| {name} family, {what} | {count} |"
+            for name, counts in found["families"].items()
+            for what, count in sorted(counts.items())
+        ),
         f"| faults in all | {sum(found['faults'].values())} |",
         f"| recoveries | {found['recoveries']} |",
         f"| exchanges of two arenas, by ranks | {found['reads']['exchanges']} |",

@@ -68,11 +68,16 @@ class BreakableCluster(Cluster):
         deadlines: Mapping[str, float],
         ranks: int = 1,
         endpoint: str = "",
+        families: Mapping[str, str] | None = None,
     ) -> None:
-        """`replicas` says where each is and its way; `ranks` is how many the trainer and every replica have."""
+        """`replicas` says where each is and its way; `ranks` is how many the trainer and every replica have.
+
+        `families` are members that publish, swap and serve on their own (tests/support/family_member.py), with the
+        node of each.
+        """
         lines = "".join(f"{name} = {seconds}\n" for name, seconds in deadlines.items())
         super().__init__(nodes, f"[deadlines]\n{lines}", workers=2, endpoint=endpoint)
-        self._replicas, self._ranks = replicas, ranks
+        self._replicas, self._ranks, self._families = replicas, ranks, families or {}
         self._temporary = self.folder / "tmp"
         self._temporary.mkdir()
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -86,9 +91,14 @@ class BreakableCluster(Cluster):
                 name: self._member(name, node, "engine", "--replica", name, "--way", way)
                 for name, (node, way) in self._replicas.items()
             }
-            for member in (self.trainer, *self.engines.values()):
+            self.families = {
+                name: self._spawned(name, node, "tests.support.family_member", name)
+                for name, node in self._families.items()
+            }
+            members = (self.trainer, *self.engines.values(), *self.families.values())
+            for member in members:
                 member.start()
-            self.processes = [*self.parts(), self.trainer, *self.engines.values()]
+            self.processes = [*self.parts(), *members]
         except BaseException:
             self.remove()
             raise
@@ -98,8 +108,10 @@ class BreakableCluster(Cluster):
         return {"TMPDIR": str(self._temporary)}
 
     def _member(self, name: str, node: str, *arguments: str) -> Member:
-        command = [sys.executable, "-m", "tests.support.breakable_member", *arguments]
-        command += ["--directory", str(self.daemons[node].directory), "--ranks", str(self._ranks)]
+        return self._spawned(name, node, "tests.support.breakable_member", *arguments, "--ranks", str(self._ranks))
+
+    def _spawned(self, name: str, node: str, module: str, *arguments: str) -> Member:
+        command = [sys.executable, "-m", module, *arguments, "--directory", str(self.daemons[node].directory)]
         environment = self.marked(name, {**self.environment(name), "OMP_NUM_THREADS": "1"})
         return Member(name, command, self.folder / f"{name}.log", environment=environment, said=self.events.put)
 
@@ -117,6 +129,6 @@ class BreakableCluster(Cluster):
 
     def stop(self) -> list[str]:
         """End everything in order; return what was left behind."""
-        for member in (*self.engines.values(), self.trainer):
+        for member in (*self.families.values(), *self.engines.values(), self.trainer):
             member.kill()
         return super().stop() + [f"$TMPDIR: {name}" for name in files_in(self._temporary)]
