@@ -68,6 +68,10 @@ class Family(ABC):
     def lose_source(self) -> None:
         """Drop the trainer's side; the next `publish` makes it again."""
 
+    @abstractmethod
+    def leave(self) -> None:
+        """Withdraw what was published, which outlives a client that only closes."""
+
     # --- the swaps ----------------------------------------------------------------------------------------
 
     def swap_on(self) -> None:
@@ -81,7 +85,7 @@ class Family(ABC):
                 self.counts[f"lost ({type(exc).__name__})"] += 1
                 self.lose_source()
                 self._ends.wait(RETRY_S)
-        self.lose_source()
+        self.leave()
 
     def _swap_once(self) -> None:
         client, version = self.publish()
@@ -123,10 +127,8 @@ class Family(ABC):
     def _step(self) -> None:
         if self._client is None:
             self._register()
-        pending = {target.pending for target in self.targets.values()}
-        agreed = pending.pop() if len(pending) == 1 else None
         for target in self.targets.values():
-            target.poll(lambda _: -1 if agreed is None else agreed)
+            target.poll()
             if target.error is not None:
                 raise refitd.TransportError(f"{type(target.error).__name__}: {target.error}")
         with self._lock:
@@ -233,6 +235,11 @@ class Joint(Family):
         if client is not None:
             client.close()
 
+    def leave(self) -> None:
+        for source in self._sources.values() if self._trainer is not None else ():
+            source.close()
+        self.lose_source()
+
 
 class Files(Family):
     """A checkpoint folder that a thread replaces while this process publishes it."""
@@ -302,6 +309,12 @@ class Files(Family):
         client, self._client_of_swaps = self._client_of_swaps, None
         if client is not None:
             client.close()
+
+    def leave(self) -> None:
+        """Register a source that takes the place of the published one, and close it."""
+        self.lose_source()
+        with refitd.connect(self._directory, name="files-trainer", timeout=PATIENCE_S, reconnect=False) as client:
+            client.register_source(self.models[0], self._values(0), timeout=PATIENCE_S).close()
 
     def run(self) -> None:
         replaces = threading.Thread(target=self.replace_on)
