@@ -2,8 +2,10 @@
 
 `ROWS` is the code: `step` looks up what an event does in a phase, and which phases may follow. docs/states.md is drawn
 from it. Rules:
-- Until the decision is journalled, any failure aborts the swap, and the old version serves everywhere.
-- Afterwards nothing aborts it: a member that cannot commit is named, and the swap ends INCOMPLETE.
+- Until the decision is submitted to the journal, any failure aborts the swap, and the old version serves everywhere.
+- Then only the answer of the journal counts: Journalled commits, NotJournalled aborts. No clock, request or lost
+  member does; lost members are noted, and the commit does not wait for them.
+- Journalled is final: a member that cannot commit is named, and the swap ends INCOMPLETE.
 - Members with `on_pause` pause before the decision, members written in place before staging. An in-place member whose
   staging has begun is poisoned unless the swap is decided.
 - An event without a row, or from a node or member outside the swap, raises IllegalTransition and changes nothing.
@@ -13,6 +15,7 @@ from it. Rules:
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -35,7 +38,8 @@ class Phase(enum.Enum):
     HALTING = "halt"  # members written in place must stand still before anything is written
     STAGING = "stage"
     PAUSING = "pause"  # members with `on_pause` must stand still before the decision
-    STAGED = "staged"  # the decision is being journalled
+    STAGED = "staged"  # the decision waits for permits to end, or for the other swaps of a joint one
+    DECIDING = "decide"  # the journal has the decision and has not answered
     COMMITTING = "commit"
     COMMITTED = "committed"
     INCOMPLETE = "incomplete"
@@ -132,8 +136,18 @@ class DecisionHeld(Struct, frozen=True):
     until: float
 
 
+class DecisionSubmitted(Struct, frozen=True):
+    """The record of the decision was submitted to the journal."""
+
+
 class Journalled(Struct, frozen=True):
-    """The decision to commit is on disk."""
+    """The journal's answer: the decision to commit is on disk."""
+
+
+class NotJournalled(Struct, frozen=True):
+    """The journal's answer: the decision is not written, and will not be."""
+
+    reason: str
 
 
 class CommitReported(Struct, frozen=True):
@@ -163,7 +177,8 @@ class TimePassed(Struct, frozen=True):
 
 OfNode: TypeAlias = NodeLoaded | NodeProgress | NodeStaged | NodeFailed | PlanLost
 OfMember: TypeAlias = QuietReported | CommitReported | MemberFailed | MemberLost
-Event: TypeAlias = PlanReady | OfNode | OfMember | DecisionHeld | Journalled | AbortAsked | TimePassed
+OfJournal: TypeAlias = DecisionHeld | DecisionSubmitted | Journalled | NotJournalled
+Event: TypeAlias = PlanReady | OfNode | OfMember | OfJournal | AbortAsked | TimePassed
 
 
 # --- instructions -----------------------------------------------------------------------------------------
@@ -189,7 +204,7 @@ class StageOn(Struct, frozen=True):
 
 
 class JournalDecision(Struct, frozen=True):
-    """Write the decision durably, then feed Journalled."""
+    """Submit the decision to the journal, feed DecisionSubmitted, then the journal's answer; or feed DecisionHeld."""
 
 
 class CommitOn(Struct, frozen=True):
@@ -342,14 +357,33 @@ def _held(state: Swap, event: DecisionHeld, now: float) -> _Stepped:
     return replace(state, deadline=max(state.deadline, event.until + state.limits.commit_s)), []
 
 
+def _submitted(state: Swap, event: DecisionSubmitted, now: float) -> _Stepped:
+    return _enter(state, Phase.DECIDING, now)
+
+
 def _journalled(state: Swap, event: Journalled, now: float) -> _Stepped:
-    return _enter(state, Phase.COMMITTING, now)
+    after, instructions = _enter(state, Phase.COMMITTING, now)
+    if after.waiting:
+        return after, instructions
+    ended, last = _onward(after, now)
+    return ended, [*instructions, *last]
+
+
+def _not_journalled(state: Swap, event: NotJournalled, now: float) -> _Stepped:
+    reason = f"the decision could not be journalled: {event.reason}"
+    return _abort(replace(state, failed={}), reason, "", SwapCause.JOURNAL, now)
 
 
 def _committed(state: Swap, event: CommitReported, now: float) -> _Stepped:
     if event.member not in state.waiting:
         return state, []  # evicted or lost with its node while this message was on its way
     return _heard(replace(state, paused={**state.paused, event.member: event.paused_s}), event.member, now)
+
+
+def _missed_early(state: Swap, event: MemberFailed | MemberLost, now: float) -> _Stepped:
+    if event.member not in state.members:
+        return state, []  # a source
+    return replace(state, failed={**state.failed, event.member: event.reason}), []
 
 
 def _missed(state: Swap, event: MemberFailed | MemberLost, now: float) -> _Stepped:
@@ -435,8 +469,10 @@ def _enter(state: Swap, phase: Phase, now: float) -> _Stepped:
             limit_s, waiting, told = limits.stage_s, state.nodes, [StageOn(node) for node in nodes]
         case Phase.STAGED:
             limit_s, told = limits.commit_s, [JournalDecision()]
+        case Phase.DECIDING:
+            limit_s = math.inf  # the journal limits its writes
         case Phase.COMMITTING:
-            limit_s, waiting = limits.commit_s, frozenset(state.members)
+            limit_s, waiting = limits.commit_s, frozenset(state.members) - frozenset(state.failed)
             told = [CommitOn(node) for node in sorted(set(state.members.values()))]
         case Phase.ABORTED:
             told = [*(AbortOn(node, state.reason) for node in nodes), Finished()]
@@ -477,10 +513,10 @@ def _ignores(event: type[Event], *phases: Phase) -> dict[_Key, Row]:
     return {(event, phase): Row(_ignored, (phase,)) for phase in phases}
 
 
-_IDLE, _PLANNED, _HALTING, _STAGING, _PAUSING, _STAGED, _COMMITTING, _COMMITTED, _INCOMPLETE, _ABORTED = Phase
+_IDLE, _PLANNED, _HALTING, _STAGING, _PAUSING, _STAGED, _DECIDING, _COMMITTING, *_OVER = Phase
+_COMMITTED, _INCOMPLETE, _ABORTED = _OVER
 _BEFORE_STAGED = (_IDLE, _PLANNED, _HALTING, _STAGING, _PAUSING)
 _UNDECIDED = (*_BEFORE_STAGED, _STAGED)
-_OVER = (_COMMITTED, _INCOMPLETE, _ABORTED)
 
 ROWS: Mapping[_Key, Row] = {
     (PlanReady, _IDLE): Row(_planned, (_PLANNED,)),
@@ -490,11 +526,16 @@ ROWS: Mapping[_Key, Row] = {
     (NodeStaged, _STAGING): Row(_staged, (_STAGING, _PAUSING, _STAGED)),
     (QuietReported, _PAUSING): Row(_quiet, (_PAUSING, _STAGED)),
     (DecisionHeld, _STAGED): Row(_held, (_STAGED,)),
-    (Journalled, _STAGED): Row(_journalled, (_COMMITTING,)),
+    (DecisionSubmitted, _STAGED): Row(_submitted, (_DECIDING,)),
+    (Journalled, _DECIDING): Row(_journalled, (_COMMITTING, _INCOMPLETE)),
+    (NotJournalled, _DECIDING): Row(_not_journalled, (_ABORTED,)),
+    # the decision may be on disk: the commit names these members, an abort forgets them
+    (MemberFailed, _DECIDING): Row(_missed_early, (_DECIDING,)),
+    (MemberLost, _DECIDING): Row(_missed_early, (_DECIDING,)),
     (CommitReported, _COMMITTING): Row(_committed, (_COMMITTING, _COMMITTED, _INCOMPLETE)),
     (MemberFailed, _COMMITTING): Row(_missed, (_COMMITTING, _INCOMPLETE)),
     (MemberLost, _COMMITTING): Row(_missed, (_COMMITTING, _INCOMPLETE)),
-    # aborts before the decision
+    # aborts before the decision is submitted
     **_aborts(_asked_to_abort, AbortAsked, _UNDECIDED),
     **_aborts(_node_aborts, PlanLost, (_PLANNED, _HALTING, _STAGING)),
     **_aborts(_node_aborts, NodeFailed, (_STAGING, _PAUSING, _STAGED)),  # a source may take it back
@@ -505,13 +546,15 @@ ROWS: Mapping[_Key, Row] = {
     # time
     **{(TimePassed, phase): Row(_late, (phase, _ABORTED)) for phase in _UNDECIDED},
     (TimePassed, _COMMITTING): Row(_late, (_COMMITTING, _INCOMPLETE)),
-    **_ignores(TimePassed, *_OVER),
+    **_ignores(TimePassed, _DECIDING, *_OVER),
+    # too late: the decision may be on disk
+    **_ignores(AbortAsked, _DECIDING),
     # answers to an earlier swap with the same plan; this one has already used the first answer
-    **_ignores(NodeLoaded, _HALTING, _STAGING, _PAUSING, _STAGED, _COMMITTING, *_OVER),
+    **_ignores(NodeLoaded, _HALTING, _STAGING, _PAUSING, _STAGED, _DECIDING, _COMMITTING, *_OVER),
     # everything has arrived: the next swap forms a new epoch
-    **_ignores(PlanLost, _PAUSING, _STAGED, _COMMITTING, *_OVER),
+    **_ignores(PlanLost, _PAUSING, _STAGED, _DECIDING, _COMMITTING, *_OVER),
     # a source took the version back after the decision; members report their outcome themselves
-    **_ignores(NodeFailed, _COMMITTING, *_OVER),
+    **_ignores(NodeFailed, _DECIDING, _COMMITTING, *_OVER),
     # sent before the abort arrived
     **_ignores(NodeProgress, _ABORTED),
     **_ignores(NodeStaged, _ABORTED),

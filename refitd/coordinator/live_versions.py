@@ -222,9 +222,14 @@ class LiveVersions:
         """Return when swaps may begin; None if they may now, or if no daemon is there."""
         return None if self._settled or self._greeted is None else self._greeted + SETTLE_S
 
-    def unsure_until(self, lease_s: float) -> float:
-        """Return until when unknown ranks may serve. Nonzero if the journal, which names them, is lost."""
-        return self.started + lease_s if self._in_doubt else 0.0
+    def unsure_until(self, model: str, lease_s: float, *, names_all: bool) -> float:
+        """Return until when unknown ranks of a model may serve; 0 if none may.
+
+        They may if the journal is lost, or does not name all ranks that an earlier coordinator knew (`names_all`).
+        """
+        known = self._found(model)
+        was_live = known.live is not None and not known.decided_here
+        return self.started + lease_s if self._in_doubt or (was_live and not names_all) else 0.0
 
     @property
     def is_in_doubt(self) -> bool:

@@ -307,7 +307,7 @@ class CoordinatorShell:
         self._feed(act.FilesRead(None if keys is None else keys.allowed, waiter, speeds))
 
     def _feed(self, event: act.Event) -> None:
-        pending, lines = [event], list[Log]()
+        pending, lines, one = [event], list[Log](), event
         try:
             while pending:
                 one = pending.pop(0)
@@ -319,6 +319,14 @@ class CoordinatorShell:
                         pending.append(result)
                 if self._monitor is not None:
                     self._monitor.watch(one, instructions, self._state)
+        except LeadLost:
+            raise
+        except Exception as exc:
+            if any(isinstance(each, act.JournalWritten) for each in (one, *pending)):
+                # its swaps wait for this answer only; the journal, opened and read again, has it
+                self._log.failed("internal-error", message="JournalWritten")
+                raise LeadLost(f"the journal's answer about a decision was not handled: {exc!r}") from exc
+            raise
         finally:
             for line in lines:  # last: a line takes as long as a message
                 self._write(line)
@@ -353,6 +361,12 @@ class CoordinatorShell:
                         self._journal.write(*records)
                 except CommitError as exc:
                     return act.JournalWritten(decided.swaps, exc)
+                except LeadLost:
+                    raise
+                except Exception as exc:  # neither answer would be certain; the journal is opened and read again
+                    self._log.failed("internal-error", message="Decide")
+                    text = f"journal {self._journal.name}: it is not known whether the last write holds: {exc!r}"
+                    raise LeadLost(text) from exc
                 return act.JournalWritten(decided.swaps)
             case act.WriteDrain(drain, waiter):
                 try:
@@ -496,5 +510,6 @@ def _lead(
             sending_s = cluster.LAST_WORDS_S
         finally:
             shell.close()
+            journal.abandon()
     finally:
         router.close(sending_s=sending_s)

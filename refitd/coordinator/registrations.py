@@ -26,6 +26,8 @@ from refitd.errors import RefusedError
 from refitd.protocol import cluster, control, local
 from refitd.protocol.base import Message
 
+_BEING_DECIDED = (decision.Phase.STAGED, decision.Phase.DECIDING)
+
 
 class Registrations:
     """Keeps `members` and the models that have any."""
@@ -200,7 +202,7 @@ class Registrations:
         running = state.running
         takes_part = running is not None and state.takes_part(member)
         is_written = running is not None and member.id in running.swap.members
-        being_decided = is_written and running is not None and running.swap.phase is decision.Phase.STAGED
+        being_decided = is_written and running is not None and running.swap.phase in _BEING_DECIDED
         if suspended and (member.staged is not None or being_decided):
             raise RefusedError(
                 f"{member.describe()} has a version that is decided, or is being decided; take it over first (poll or "

@@ -21,6 +21,7 @@ _SHOWN = {
     Phase.HALTING: "pause",
     Phase.STAGING: "stage",
     Phase.PAUSING: "pause",
+    Phase.DECIDING: "decide",
     Phase.STAGED: "decide",  # trainers that drive engines call them at "commit", which may be seconds later
 }
 

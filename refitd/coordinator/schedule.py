@@ -146,9 +146,12 @@ def no_turn(state: ModelState, waited_s: float) -> str:
     return f"{late}; if it hangs: `refitctl evict {name} --replica {stuck[0].replica} --rank {stuck[0].rank}`"
 
 
+_CERTAIN = (Phase.STAGED, Phase.DECIDING, Phase.COMMITTING)
+
+
 def gives_way(running: Running) -> bool:
     """Return whether a running swap yields to a requested one: an undecided catch-up does."""
-    return running.kind == "catch-up" and running.swap.phase not in (Phase.STAGED, Phase.COMMITTING)
+    return running.kind == "catch-up" and running.swap.phase not in _CERTAIN
 
 
 def gave_way() -> AbortAsked:

@@ -310,6 +310,7 @@ class Swaps:
             return
         records = []
         for one, its in party:
+            self.step(one, decision.DecisionSubmitted(), now)
             its.held_until, s = None, its.swap
             written = msgspec.json.encode(decided_report(self._report(one, its, now)))
             plan, at = its.plan.id if its.plan else "", self._wall_clock()
@@ -321,18 +322,18 @@ class Swaps:
         if running.is_live(state.live):
             return 0.0
         s = running.swap
-        unsure_until = self._lives.unsure_until(self._config.deadlines.lease_s)
+        names_all = self._absent.names_all(s.model)
+        unsure_until = self._lives.unsure_until(s.model, self._config.deadlines.lease_s, names_all=names_all)
         until = max(self._absent.until(s.model, now), unsure_until)
         if until > now:
-            absent = self._absent.describe(s.model) or "whoever a lost journal knew"
+            absent = self._absent.describe(s.model) or "ranks that the journal does not name"
             self._log("held", swap=s.swap, seconds=round(until - now, 1), absent=absent)
         return until
 
     def journalled(self, swap: str, error: RefitdError | None, now: float) -> None:
         """Handle the journal's result: the decision is on disk, or could not be written."""
         if error is not None:
-            text = f"the decision could not be journalled: {error}"
-            self.step_swap(swap, decision.AbortAsked(text, SwapCause.JOURNAL), now)
+            self.step_swap(swap, decision.NotJournalled(str(error)), now)
             return
         state = self._models.swapping(swap)
         if state is not None and state.running is not None:
@@ -411,7 +412,7 @@ class Swaps:
         model, running = state.membership.name, state.running
         if running is None:
             raise RefusedError(f"model {model!r}: no swap is running")
-        if running.swap.phase is Phase.COMMITTING:
+        if running.swap.phase in (Phase.DECIDING, Phase.COMMITTING):
             raise RefusedError(
                 f"model {model!r}: swap {running.swap.swap} is decided and being committed; it cannot be aborted"
             )
@@ -452,7 +453,7 @@ class Swaps:
             self._flip(state, now)
             running = state.running
             if running is not None and running.is_due(now):
-                self._decide(state, running, now)  # nothing may end the swap before the journal answers
+                self._decide(state, running, now)
             elif running is not None:
                 self.preparation.tick(state, running, now)
                 self.step(state, decision.TimePassed(), now)

@@ -30,6 +30,7 @@ _NAMES = {
     Phase.STAGING: "stage",
     Phase.PAUSING: "pause",
     Phase.STAGED: "decide",
+    Phase.DECIDING: "journal",
     Phase.COMMITTING: "commit",
 }
 

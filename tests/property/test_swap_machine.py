@@ -30,7 +30,9 @@ def any_event(nodes: st.SearchStrategy[str], members: st.SearchStrategy[str]) ->
         st.builds(m.QuietReported, members),
         st.builds(m.MemberLost, members | st.sampled_from(["src"]), st.just("died")),
         st.builds(m.DecisionHeld, st.floats(0, 50)),
+        st.just(m.DecisionSubmitted()),
         st.just(m.Journalled()),
+        st.just(m.NotJournalled("disk full")),
         st.builds(m.CommitReported, members, st.just(0.0)),
         st.builds(m.MemberFailed, members, st.just("no")),
         st.just(m.AbortAsked("enough")),
@@ -44,6 +46,7 @@ onward = st.one_of(
     st.builds(m.NodeLoaded, nodes),
     st.builds(m.NodeStaged, nodes, st.just(1), st.just(5)),
     st.builds(m.QuietReported, members),
+    st.just(m.DecisionSubmitted()),
     st.just(m.Journalled()),
     st.builds(m.CommitReported, members, st.just(0.0)),
 )
@@ -83,7 +86,9 @@ def test_any_order_of_events_keeps_the_promises(history: list[tuple[m.Event, flo
             assert staged == NODES and quiet >= state.asked | state.in_place and state.phase is Phase.STAGED
             journalling = True
         if state.phase is Phase.COMMITTING and was.phase is not Phase.COMMITTING:
-            assert journalling and was.phase is Phase.STAGED and event == m.Journalled()
+            assert journalling and was.phase is Phase.DECIDING and event == m.Journalled()
+        if was.phase is Phase.DECIDING and state.phase is not Phase.DECIDING:
+            assert isinstance(event, m.Journalled | m.NotJournalled), f"{event} ended a decision under way"
         if any(isinstance(i, m.CommitOn) for i in instructions):
             assert event == m.Journalled(), "a commit before its decision was journalled"
         if any(isinstance(i, m.AbortOn) for i in instructions):
@@ -96,7 +101,10 @@ def test_any_order_of_events_keeps_the_promises(history: list[tuple[m.Event, flo
             assert set(state.paused) == set(MEMBERS)
         if state.phase is Phase.INCOMPLETE:
             assert set(state.paused) | set(state.failed) == set(MEMBERS) and state.failed
-    # time alone always ends it
+    # time alone always ends it, once the journal has answered
+    if state.phase is Phase.DECIDING:
+        state, instructions = m.step(state, m.NotJournalled("disk full"), now)
+        finished += instructions.count(m.Finished())
     for _ in range(6):
         now += 100
         state, instructions = m.step(state, m.TimePassed(), now)

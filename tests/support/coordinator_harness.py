@@ -65,6 +65,7 @@ class Harness:
     ) -> None:
         self.journal = {} if journal is None else journal
         self.drained = {} if drained is None else drained
+        self.decided: set[str] = set()  # swaps whose decision was written
         self.recovered: list[Recovered] = []
         runs = itertools.count(1)
         self.journal_error: RefitdError | None = None
@@ -108,6 +109,7 @@ class Harness:
                     case act.Decide(records) as decided:
                         if self.journal_error is None:
                             self.journal |= {record.swap: record for record in records}
+                            self.decided |= set(decided.swaps)
                         pending.append(act.JournalWritten(decided.swaps, self.journal_error))
                     case Log("illegal", fields):
                         self.illegal.append(fields["reason"])
@@ -123,6 +125,7 @@ class Harness:
                     case act.Remember(Recovered() as found):
                         self.recovered.append(found)
                     case act.Remember(record):
+                        assert record.state != "aborted" or record.swap not in self.decided, record
                         self.journal.pop(record.swap, None)
                         self.journal[record.swap] = record
 

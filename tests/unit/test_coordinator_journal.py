@@ -8,6 +8,7 @@ import msgspec
 from msgspec import structs
 
 from refitd.config import Config
+from refitd.coordinator.absent import AbsentRanks
 from refitd.coordinator.live_versions import SETTLE_S
 from refitd.coordinator.records import SwapRecord
 from refitd.coordinator.report import written_report
@@ -169,3 +170,59 @@ def test_a_decision_that_waits_for_a_ranks_permit_is_made_once_that_rank_is_back
     decided = later.tick()
     assert "CommitStaged" in kinds(decided) and later.now < Config().deadlines.lease_s
     assert [m.member for m in decided if isinstance(m, cluster.FenceMember)] == ["b"]
+
+
+def replaced_by(journal: dict[str, SwapRecord], held: float, back: str = "a") -> None:
+    """Check that the next coordinator decides no version before `held`, if only these ranks are back, at version 1."""
+    h = Harness(NO_CATCH_UP, journal).join()
+    h.add("src", versions=(1, 2), run="run1")
+    for member in back:
+        h.add(member, version=1, run="run1")
+    h.say("n0", local.StartSwap("m", version=2), request=9)
+    h.now = SETTLE_S
+    begun = [m for m in [*(m for _, _, m in h.sent), *h.tick()] if isinstance(m, cluster.LoadPlan)]
+    (stage,) = [m for m in h.say("n0", cluster.PlanLoaded(plan=begun[0].plan)) if isinstance(m, cluster.Stage)]
+    h.say("n0", cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))
+    h.now = held - 0.1
+    h.state.nodes["n0"].last_heard = h.now
+    assert "CommitStaged" not in kinds(h.tick()), "a rank that nobody has heard may serve version 1"
+    h.now = held + 0.1
+    assert "CommitStaged" in kinds(h.tick())
+
+
+def test_a_later_catch_up_hides_no_rank_whose_state_is_unknown() -> None:
+    """The last decision names only the rank that was caught up; the others may serve on a node that is cut off."""
+    journal: dict[str, SwapRecord] = {}
+    h = Harness(journal=journal).ready()
+    commit(h, swap := h.until_staging(), "a")
+    report = written_report(journal[swap])
+    assert report is not None
+    both = (*report.members, structs.replace(report.members[0], replica="b", node="n1"))
+    journal[swap] = replace(journal[swap], report=msgspec.json.encode(structs.replace(report, members=both)))
+    (load,) = [m for m in h.add("c") if isinstance(m, cluster.LoadPlan)]
+    (stage,) = [m for m in h.say("n0", cluster.PlanLoaded(plan=load.plan)) if isinstance(m, cluster.Stage)]
+    commit(h, stage.swap, "c")
+    last_report = written_report(journal[stage.swap])
+    assert last_report is not None and [m.replica for m in last_report.members] == ["c"]
+    replaced_by(journal, held=Config().deadlines.lease_s, back="ac")
+
+
+def test_a_coordinator_whose_journal_no_longer_names_all_ranks_waits_for_the_permits_of_any() -> None:
+    journal: dict[str, SwapRecord] = {}
+    h = Harness(NO_CATCH_UP, journal).ready()
+    commit(h, swap := h.until_staging(), "a")
+    journal[swap] = replace(journal[swap], report=b"{}")  # by another refitd, or only what is live is known still
+    replaced_by(journal, held=Config().deadlines.lease_s)
+
+
+def test_a_rank_that_was_lost_twice_is_waited_for_in_both_places() -> None:
+    """Its process on a node that is cut off serves on; another process took its name, and is back."""
+    absent, ranks = AbsentRanks(), Harness(NO_CATCH_UP).ready()
+    ranks.join("n1", pid=11)
+    old = ranks.state._members["a"]
+    new = replace(old, node="n1")
+    absent.lost(old, 10.0)
+    assert not absent.registered(new)
+    absent.lost(new, 12.0)
+    assert absent.registered(new)
+    assert absent.until("m", 9.0) == 10.0 and "n0" in absent.describe("m")

@@ -27,12 +27,13 @@ def run(*events: m.Event, limits: Limits = LIMITS) -> tuple[m.Swap, list[m.Instr
 
 
 STAGED = (READY, m.NodeLoaded("n0"), m.NodeLoaded("n1"), m.NodeStaged("n0", 2, 60), m.NodeStaged("n1", 1, 40))
+DECIDED = (m.DecisionSubmitted(), m.Journalled())
 
 
 def test_the_whole_way_gives_each_instruction_once_and_in_order() -> None:
     state = m.begin("s", "policy", 7, LIMITS, NAMES, now=0.0)
     seen: list[m.Instruction] = []
-    for event in (*STAGED, m.Journalled(), m.CommitReported("a", 0.1), m.CommitReported("b", 0.2)):
+    for event in (*STAGED, *DECIDED, m.CommitReported("a", 0.1), m.CommitReported("b", 0.2)):
         state, instructions = m.step(state, event, now=0.5)
         seen += instructions
     assert seen == [
@@ -70,7 +71,7 @@ def test_before_the_decision_anything_that_goes_wrong_aborts_every_node(so_far: 
 
 
 def test_after_the_decision_nothing_aborts() -> None:
-    committing, _ = run(*STAGED, m.Journalled())
+    committing, _ = run(*STAGED, *DECIDED)
     with pytest.raises(IllegalTransition):
         m.step(committing, m.AbortAsked("too late"), now=1.0)
     state, instructions = m.step(committing, m.MemberLost("b", "died"), now=1.0)
@@ -81,8 +82,33 @@ def test_after_the_decision_nothing_aborts() -> None:
     assert "engine b: died" in state.reason
 
 
+OF_MEMBERS = (m.MemberLost("b", "died"), m.MemberFailed("b", "died"))
+IN_VAIN = (m.AbortAsked("enough"), m.TimePassed(), m.NodeFailed("n0", "w", "r"), *OF_MEMBERS, m.MemberLost("src", "r"))
+
+
+@pytest.mark.parametrize("event", IN_VAIN, ids=repr)
+def test_only_the_journals_answer_ends_a_decision_under_way(event: m.Event) -> None:
+    deciding, instructions = run(*STAGED, m.DecisionSubmitted())
+    assert (deciding.phase, instructions) == (Phase.DECIDING, [])
+    later, instructions = m.step(deciding, event, now=1e9)
+    assert (later.phase, instructions) == (Phase.DECIDING, [])
+    committing, instructions = m.step(later, m.Journalled(), now=1e9)
+    assert committing.phase is Phase.COMMITTING and m.CommitOn("n1") in instructions
+    assert committing.waiting == ({"a"} if event in OF_MEMBERS else {"a", "b"})
+    aborted, instructions = m.step(later, m.NotJournalled("disk full"), now=1e9)
+    assert aborted.phase is Phase.ABORTED and m.AbortOn("n1", aborted.reason) in instructions
+    assert "disk full" in aborted.reason and not aborted.failed
+
+
+def test_a_decided_swap_whose_members_are_all_lost_ends_with_the_journals_answer() -> None:
+    lost = (m.MemberLost("a", "died"), m.MemberLost("b", "died"))
+    state, instructions = run(*STAGED, m.DecisionSubmitted(), *lost, m.Journalled())
+    assert state.phase is Phase.INCOMPLETE and set(state.failed) == {"a", "b"}
+    assert instructions == [m.CommitOn("n0"), m.CommitOn("n1"), m.Finished()]
+
+
 def test_members_that_miss_the_commit_deadline_are_named() -> None:
-    state, _ = run(*STAGED, m.Journalled(), m.CommitReported("a", 0.0))
+    state, _ = run(*STAGED, *DECIDED, m.CommitReported("a", 0.0))
     state, _ = m.step(state, m.TimePassed(), now=state.deadline)
     assert state.phase is Phase.INCOMPLETE
     assert list(state.failed) == ["b"]
@@ -105,7 +131,7 @@ def test_a_failed_node_aborts_and_its_words_are_the_reason() -> None:
 def test_a_node_that_takes_back_what_it_staged_aborts_until_the_decision_is_journalled() -> None:
     failed = m.NodeFailed("n1", "source rank 0", "version 7 was taken back")
     assert run(*STAGED, m.DecisionHeld(9.0), failed)[0].phase is Phase.ABORTED
-    committing, _ = run(*STAGED, m.Journalled())
+    committing, _ = run(*STAGED, *DECIDED)
     assert m.step(committing, failed, now=1.0) == (committing, [])
 
 
@@ -114,7 +140,7 @@ def test_a_plan_and_its_sources_are_needed_until_everything_is_staged() -> None:
     asks = replace(READY, asked=frozenset("a"))
     for event in (lost, gone):
         assert run(READY, event)[0].phase is run(*STAGED[:3], event)[0].phase is Phase.ABORTED
-        for staged in (run(*STAGED)[0], run(asks, *STAGED[1:])[0], run(*STAGED, m.Journalled())[0]):
+        for staged in (run(*STAGED)[0], run(asks, *STAGED[1:])[0], run(*STAGED, *DECIDED)[0]):
             assert m.step(staged, event, now=1.0) == (staged, [])
 
 
@@ -162,7 +188,7 @@ def test_the_history_keeps_the_last_events_and_no_progress() -> None:
     members = {f"m{i}": "n0" for i in range(100)}
     state = m.begin("s", "policy", 7, LIMITS, members, now=0.0)
     ready = m.PlanReady(members, frozenset({"n0"}), 1)
-    for event in (ready, *STAGED[1:4:2], m.Journalled(), *(m.CommitReported(who, 0.0) for who in members)):
+    for event in (ready, *STAGED[1:4:2], *DECIDED, *(m.CommitReported(who, 0.0) for who in members)):
         state, _ = m.step(state, event, now=0.5)
     assert state.phase is Phase.COMMITTED and len(state.history) == m.MAX_EVENTS
     assert "m99" in state.history[-1]
@@ -181,7 +207,9 @@ EVENTS: tuple[m.Event, ...] = (
     *(kind(member, "r") for member in ("a", "b") for kind in (m.MemberFailed, m.MemberLost)),
     m.MemberLost("src", "r"),
     m.DecisionHeld(1.0),
+    m.DecisionSubmitted(),
     m.Journalled(),
+    m.NotJournalled("r"),
     m.AbortAsked("r"),
     m.TimePassed(),
 )
@@ -214,5 +242,5 @@ def test_every_row_leads_to_each_of_its_phases_and_nothing_else_happens() -> Non
 def test_the_whole_timeout_bounds_the_phases_before_the_decision() -> None:
     state, _ = run(*STAGED[:3], limits=replace(LIMITS, total_s=2.0))
     assert state.deadline == 2.0
-    state, _ = run(*STAGED, m.Journalled(), limits=replace(LIMITS, total_s=2.0))
+    state, _ = run(*STAGED, *DECIDED, limits=replace(LIMITS, total_s=2.0))
     assert state.deadline == 0.5 + LIMITS.commit_s

@@ -213,6 +213,7 @@ def test_a_trace_is_the_phases_and_each_node_s_part():
         ("send plan", 0.0),
         ("stage", 1.0),
         ("decide", 0.0),
+        ("journal", 0.0),
         ("commit", 0.5),
     ]
     assert (report.swap, report.outcome, report.missing) == (swap, "committed", ())

@@ -124,6 +124,10 @@ class Journal(ABC):
     def close(self) -> None:
         """Write what is pending, and leave the journal to others."""
 
+    def abandon(self) -> None:
+        """Let go of the journal without writing; called at the end, also after `close`."""
+        self._db.close()
+
     def _make_tables(self, schema: int) -> None:
         """Create what is missing, inside a transaction; `schema` is the version found, 0 for none."""
         for statement in SCHEMA.split(";\n"):

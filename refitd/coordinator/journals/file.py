@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from refitd.coordinator.journals.base import SCHEMA_VERSION, Journal
+from refitd.coordinator.journals.base import SCHEMA_VERSION, Journal, LeadLost
 from refitd.errors import CommitError
 
 # How long a write waits if another program has locked the file. No message is answered meanwhile, and daemons consider
@@ -109,7 +109,10 @@ class FileJournal(Journal):
     @contextlib.contextmanager
     def _writing(self, *, durable: bool = True) -> Iterator[None]:
         """Make one change, after checking that the file is the opened one and unchanged by others."""
-        self._check_place()
+        try:
+            self._check_place()
+        except OSError as exc:
+            raise CommitError(f"journal {self._path}: {exc}; make it readable, then swap again") from exc
         self._is_tidy = False
         try:
             self._sync(durable)
@@ -117,6 +120,9 @@ class FileJournal(Journal):
                 yield
             self._sync(True)  # now, because it would take as long as a message before the next decision
         except (OSError, sqlite3.Error) as exc:
+            if getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_OK) in _UNSURE:
+                # the change is complete in the -wal: the next coordinator may find it there
+                raise LeadLost(f"journal {self._path}: it is not known whether the last write holds: {exc}") from exc
             advice = _advice(exc) or "free disk space, then swap again"
             raise CommitError(f"journal {self._path}: {exc}{_room(self._path)}; {advice}") from exc
         finally:
@@ -190,6 +196,10 @@ class FileJournal(Journal):
         self._db.close()
         self._unlock()
 
+    def abandon(self) -> None:
+        """See Journal.abandon; another coordinator, also of this process, can open the file then."""
+        self._unlock()
+
     def _unlock(self) -> None:
         # close the database first: closing any descriptor of a file drops all of the process's locks on it
         if self._lock >= 0:
@@ -198,6 +208,9 @@ class FileJournal(Journal):
             os.close(self._lock)
             self._lock = -1
 
+
+# Errors after which a change may be found in the file.
+_UNSURE = (sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC)
 
 _GONE = (0, 0, 0, 0)
 _HEAD = b"SQLite format 3\0"
