@@ -15,9 +15,9 @@ import zipfile
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
-from refitd.checkpoints.pickles import Call, read_pickle
+from refitd.checkpoints.header import MAX_DIMS
+from refitd.checkpoints.pickles import EMPTY_DICT, SIZE, Call, read_pickle, told
 from refitd.dtypes import ELEMENT_SIZES
-from refitd.text import shown
 
 MAX_PICKLE_BYTES = 1 << 20
 _LOCAL = struct.Struct("<4s22xHH")  # a zip entry's local header: its mark, and the lengths of its name and extra field
@@ -79,8 +79,8 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): Call(_typed),
     ("torch._utils", "_rebuild_tensor_v3"): Call(_untyped),
     ("torch.storage", "UntypedStorage"): _UNTYPED,
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): dict,
+    ("torch", "Size"): SIZE,
+    ("collections", "OrderedDict"): EMPTY_DICT,
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
     **{("torch", dtype): dtype for dtype in ELEMENT_SIZES},
 }
@@ -129,10 +129,10 @@ def read_archive(file: int, offset: int, length: int) -> Archived:
 
 def _storage(pid: Any) -> Storage:
     if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
-        raise pickle.UnpicklingError(f"it refers to {shown(pid)}, expected a storage")
+        raise pickle.UnpicklingError(f"it refers to {told(pid)}, expected a storage")
     _, dtype, key, _, count = pid
     if dtype not in (*ELEMENT_SIZES, _UNTYPED) or not isinstance(key, str) or type(count) is not int:
-        raise pickle.UnpicklingError(f"it refers to {shown(pid)}, expected a storage")
+        raise pickle.UnpicklingError(f"it refers to {told(pid)}, expected a storage")
     return Storage(dtype, key, count)
 
 
@@ -142,19 +142,21 @@ def _checked(built: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], int]:
         raise ValueError(f"it holds a {type(built).__name__}, expected a tensor")
     _, offset, shape, stride, dtype = built
     if not isinstance(dtype, str) or dtype not in ELEMENT_SIZES:
-        raise ValueError(f"its dtype is {shown(dtype)}, known are {', '.join(ELEMENT_SIZES)}")
+        raise ValueError(f"its dtype is {told(dtype)}, known are {', '.join(ELEMENT_SIZES)}")
     if not are_sizes(shape) or not are_sizes(stride) or len(shape) != len(stride):
-        raise ValueError(f"its shape is {shown(shape)} with strides {shown(stride)}, expected sizes")
+        raise ValueError(f"its shape is {told(shape)} with strides {told(stride)}, expected sizes")
     if offset != 0 or not _is_dense(shape, stride):
-        raise ValueError(f"its strides {stride} of shape {shape}, from element {shown(offset)}, leave gaps or overlap")
+        raise ValueError(f"its strides {stride} of shape {shape}, from element {told(offset)}, leave gaps or overlap")
     width = 1 if built.storage.dtype == _UNTYPED else ELEMENT_SIZES[built.storage.dtype]
     nbytes: int = built.storage.elements * width
     return dtype, shape, stride, nbytes
 
 
 def are_sizes(value: Any) -> TypeGuard[tuple[int, ...]]:
-    """Return whether this is a tuple of sizes."""
-    return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+    """Return whether this is a tuple of at most MAX_DIMS sizes."""
+    return (
+        isinstance(value, tuple) and len(value) <= MAX_DIMS and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+    )
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

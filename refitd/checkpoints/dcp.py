@@ -14,12 +14,11 @@ from typing import Any
 from refitd.checkpoints.archive import are_sizes, read_archive
 from refitd.checkpoints.folder import METADATA, PART, Checkpoint, TensorPart
 from refitd.checkpoints.header import Stored, refuse
-from refitd.checkpoints.pickles import Call, PickledState, read_pickle
+from refitd.checkpoints.pickles import SIZE, Call, PickledState, read_pickle, told
 from refitd.describe.layout import row_major
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import CheckpointError
 from refitd.plan.boxes import layout_violations
-from refitd.text import shown
 
 MAX_METADATA_BYTES = 1 << 30
 
@@ -75,7 +74,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     **{("torch.distributed.checkpoint.planner", n): _Other for n in ("SavePlan", "WriteItem", "TensorWriteData")},
     ("torch.distributed.checkpoint.planner", "WriteItemType"): Call(lambda *_: None),
     ("torch.serialization", "_get_layout"): Call(lambda *_: None),
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): SIZE,
     ("pathlib", "PosixPath"): Call(lambda *_: None),
     ("pathlib._local", "PosixPath"): Call(lambda *_: None),  # as Python 3.13 writes it
     **{("torch", dtype): dtype for dtype in ELEMENT_SIZES},
@@ -185,14 +184,14 @@ def _read_metadata(path: Path) -> _Said:
 def _said(found: Any) -> _Said:
     """Return the metadata in plain types; raises ValueError if they are not what they should be."""
     if not isinstance(found, _Metadata):
-        raise ValueError(f"it is {shown(found)}, expected Metadata")
+        raise ValueError(f"it is {told(found)}, expected Metadata")
     entries, stored = found.field("state_dict_metadata"), found.field("storage_data")
     if not isinstance(entries, dict) or not isinstance(stored, dict):
         raise ValueError("its state_dict_metadata or storage_data is missing")
     tensors, others = {}, set()
     for name, entry in entries.items():
         if not isinstance(name, str) or not name or not isinstance(entry, _Tensor | _Bytes):
-            raise ValueError(f"{shown(name)} is described as {shown(entry)}")
+            raise ValueError(f"{told(name)} is described as {told(entry)}")
         if isinstance(entry, _Tensor):
             tensors[name] = _declared(name, entry)
         else:
@@ -201,14 +200,14 @@ def _said(found: Any) -> _Said:
     files = set()
     for index, place in stored.items():
         if not isinstance(index, _Index) or not isinstance(place, _Place):
-            raise ValueError(f"its storage_data say that {shown(index)} lies in {shown(place)}")
+            raise ValueError(f"its storage_data say that {told(index)} lies in {told(place)}")
         name, at = index.field("fqn"), index.field("offset")
         file = _file(name, place)
         files.add(file[0])
         if at is None:
             continue
         if not isinstance(name, str) or not are_sizes(at) or (name, at) in places:
-            raise ValueError(f"{shown(name)}: its chunk at {shown(at)} is stored twice, or nowhere in a tensor")
+            raise ValueError(f"{told(name)}: its chunk at {told(at)} is stored twice, or nowhere in a tensor")
         places[name, at] = file
     paths = found.field("planner_data")
     known = {n: p for n, p in paths.items() if isinstance(p, tuple) and p} if isinstance(paths, dict) else {}
@@ -220,16 +219,16 @@ def _declared(name: str, entry: PickledState) -> _Declared:
     state = properties.state if isinstance(properties, _TensorProperties) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, str) or dtype not in ELEMENT_SIZES:
-        raise ValueError(f"{name!r}: its dtype is {shown(dtype)}, known are {', '.join(ELEMENT_SIZES)}")
+        raise ValueError(f"{name!r}: its dtype is {told(dtype)}, known are {', '.join(ELEMENT_SIZES)}")
     if not are_sizes(shape) or not isinstance(chunks, list):
-        raise ValueError(f"{name!r}: its shape is {shown(shape)}, its chunks {shown(chunks)}")
+        raise ValueError(f"{name!r}: its shape is {told(shape)}, its chunks {told(chunks)}")
     boxes = []
     for chunk in chunks:
         offset, size = (
             (chunk.field("offsets"), chunk.field("sizes")) if isinstance(chunk, _StoredChunk) else (None, None)
         )
         if not are_sizes(offset) or not are_sizes(size) or not len(offset) == len(size) == len(shape):
-            raise ValueError(f"{name!r}: a chunk lies at {shown(offset)} and has shape {shown(size)}")
+            raise ValueError(f"{name!r}: a chunk lies at {told(offset)} and has shape {told(size)}")
         boxes.append((offset, size))
     return _Declared(dtype, shape, tuple(boxes))
 
@@ -237,11 +236,11 @@ def _declared(name: str, entry: PickledState) -> _Declared:
 def _file(name: Any, place: PickledState) -> tuple[str, int, int]:
     file, offset, length = (place.field(each) for each in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or not PART.fullmatch(file):
-        raise ValueError(f"{shown(name)}: it lies in {shown(file)}, expected a file like __0_0.distcp in this folder")
+        raise ValueError(f"{told(name)}: it lies in {told(file)}, expected a file like __0_0.distcp in this folder")
     if not are_sizes((offset, length)):
-        raise ValueError(f"{shown(name)}: it lies at bytes {shown(offset)}, {shown(length)} of them")
+        raise ValueError(f"{told(name)}: it lies at bytes {told(offset)}, {told(length)} of them")
     if place.field("transform_descriptors"):
-        raise ValueError(f"{shown(name)}: it was written through {shown(place.field('transform_descriptors'))}")
+        raise ValueError(f"{told(name)}: it was written through {told(place.field('transform_descriptors'))}")
     return file, offset, length
 
 

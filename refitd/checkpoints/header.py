@@ -20,6 +20,7 @@ from refitd.text import shown
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 ALIGNMENT = 8
+MAX_DIMS = 64  # as in torch's iterators; the product of millions of sizes would take hours
 
 # The format's dtype names, in the order in which its own library writes tensors: the widest first.
 NAMES: dict[str, str] = {
@@ -168,7 +169,7 @@ def _problem(one: Any) -> str:
     if not isinstance(dtype, str) or dtype not in NAMES:
         return f"its dtype is {shown(dtype)}, known are {', '.join(NAMES)}"
     if not _are_sizes(shape):
-        return f"its shape is {shown(shape)}, expected sizes"
+        return f"its shape is {shown(shape)}, expected at most {MAX_DIMS} sizes"
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         return f"its data_offsets are {shown(offsets)}, expected [first, end]"
     if (wanted := nbytes_of(shape, NAMES[dtype])) != offsets[1] - offsets[0]:
@@ -177,4 +178,6 @@ def _problem(one: Any) -> str:
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+    return (
+        isinstance(value, list) and len(value) <= MAX_DIMS and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+    )

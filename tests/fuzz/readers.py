@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -19,10 +21,13 @@ from refitd.addressing.between_nodes import TransferList, node_transfers, transf
 from refitd.addressing.conversions import ConversionList
 from refitd.addressing.copies import CopyList, address
 from refitd.addressing.places import LocalTensor
+from refitd.checkpoints import folder as names
+from refitd.checkpoints.header import header
+from refitd.checkpoints.publish import read_checkpoint
 from refitd.config import load
 from refitd.coordinator.plans import make_plan
 from refitd.coordinator.rosters import Registered, ShardReader
-from refitd.errors import ConfigError, ProtocolError, RefitdError
+from refitd.errors import CheckpointError, ConfigError, ProtocolError, RefitdError
 from refitd.offline import files
 from refitd.plan.build import plan_copies
 from refitd.plan.fills import FillTable
@@ -67,6 +72,8 @@ NAMES = (
     "lists of allowed keys",
     "key files",
     "configuration",
+    "safetensors folders",
+    "torch.distributed.checkpoint folders",
 )
 
 
@@ -82,6 +89,8 @@ def readers(directory: Path) -> list[Reader]:
         (_key_lists(directory), 1.0),
         (_key_files(directory), 1.0),
         (_configs(directory), 0.6),
+        (_checkpoints(_safetensors(directory)), 0.6),
+        (_checkpoints(_dcp(directory)), 0.6),
     ]
     return [Reader(name, feed, share) for name, (feed, share) in zip(NAMES, feeds, strict=True)]
 
@@ -295,6 +304,51 @@ def _configs(directory: Path) -> Callable[[random.Random], bool]:
             assert found.coordinator_endpoint
         except ConfigError:
             return False
+        return True
+
+    return feed
+
+
+def _safetensors(directory: Path) -> Path:
+    path = directory / "safetensors"
+    path.mkdir()
+    index = {}
+    for i, name in enumerate("ab"):
+        file = f"model-0000{i + 1}-of-00002.safetensors"
+        (path / file).write_bytes(header({name: ((3,), "float32"), "c" * (i + 2): ((2, 2), "uint8")}) + bytes(16))
+        index |= dict.fromkeys((name, "c" * (i + 2)), file)
+    (path / names.INDEX).write_text(json.dumps({"weight_map": index}))
+    return path
+
+
+def _dcp(directory: Path) -> Path:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    state = {"w": torch.arange(12.0).view(3, 4), "b": torch.arange(3).bfloat16(), "t": torch.arange(6).view(2, 3).t()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is one process is intended
+        dcp.save({"model": state}, checkpoint_id=directory / "dcp", no_dist=True)
+    return directory / "dcp"
+
+
+def _checkpoints(folder: Path) -> Callable[[random.Random], bool]:
+    """A folder in which one file has suffered; what is accepted is read, too."""
+    from refitd.checkpoints.reading import Mapped
+
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def feed(rng: random.Random) -> bool:
+        name = rng.choice(sorted(whole))
+        (folder / name).write_bytes(damaged(whole[name], rng))
+        try:
+            with Mapped(read_checkpoint(folder, None)) as mapped:
+                assert all(tensor.nbytes < 1 << 20 for _, tensor in mapped.read())
+        except CheckpointError as exc:
+            assert len(str(exc)) < 20_000
+            return False
+        finally:
+            (folder / name).write_bytes(whole[name])
         return True
 
     return feed
