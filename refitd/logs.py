@@ -29,6 +29,7 @@ _LEVELS = {
     "coordinator-killed": logging.WARNING,
     "coordinator-refused": logging.WARNING,
     "coordinator-silent": logging.WARNING,
+    "delta-wrong": logging.WARNING,
     "differs": logging.ERROR,
     "digests-failed": logging.WARNING,
     "epoch-failed": logging.WARNING,

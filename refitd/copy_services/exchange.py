@@ -132,7 +132,7 @@ class ExchangeService(CopyService):
             refuse: if not empty, why this rank refuses; then nothing moves and every rank raises it.
             finish: called on this rank once everything has arrived; if it raises, every rank raises.
             on_progress: gets the bytes that have arrived here after each message; if it raises, the run ends.
-            on_wrong_base: called if this rank built wrong bytes from a delta and a base that is not the sender's;
+            on_wrong_base: called if this rank built wrong bytes from a delta and a base, one of which is wrong;
                 no other rank knows yet that the run fails.
 
         Raises:

@@ -72,7 +72,7 @@ class Tally:
     crossed_bytes: int = 0
     delta_bytes: int = 0  # of the pieces that came as deltas, whole
     changed_bytes: int = 0  # of these, what had changed
-    is_base_wrong: bool = False  # the result of a delta differs from what was sent
+    is_base_wrong: bool = False  # a delta on a base gave other bytes than were sent: one of the two is wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,8 +369,8 @@ class PackedExchange(ExchangeService):
             why = "something else writes to these tensors during the transfer, or altered it on the way"
             if stream.has_bases:
                 why = (
-                    "it came as a delta, and something has written to the version that an engine there serves, or "
-                    "altered it on the way; swap again: that engine gets it whole"
+                    "it came as a delta, which was altered on the way, or something has written to the version that an "
+                    "engine there serves; that node's log says which (delta-wrong or base-wrong); swap again"
                 )
             return (
                 f"what {self.peers.label(self.peers.index)} wrote is not what {self.peers.label(stream.position)} "

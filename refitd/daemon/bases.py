@@ -32,9 +32,10 @@ def target_bases(stage: Stage, targets: Iterable[LocalMember]) -> list[HeldBase]
     return [
         HeldBase(member.staging, member.live_arena if member.flips else member.staging, _name(stage, member))
         for member in targets
-        if not (member.in_place or member.distrusts_base)
+        if not member.in_place
         and stage.base is not None
         and (member.state.holds, member.state.run) == (stage.base, stage.base_run)
+        and member.bases.may_use((stage.base, stage.base_run))
     ]
 
 

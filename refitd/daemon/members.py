@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from refitd.addressing.places import PROCESS_MEMORY, LocalTensor, Places, places_of
 from refitd.buffers.layout import extent, row_major_strides
+from refitd.daemon.base_trust import BaseTrust
 from refitd.daemon.finishing import (
     TargetFigures,
     arriving_names,
@@ -129,7 +130,7 @@ class LocalMember:
     controlled: str = ""  # target: the last swap for which a controller calls it to its commit point
     seeding: set[str] = field(default_factory=set)  # target: catch-ups of other replicas that read what it holds
     verifies: bool = True  # whether staging is compared with the source, and digests are taken
-    distrusts_base: bool = False  # target: what it held was not what it should have been, so it gets versions whole
+    bases: BaseTrust = field(default_factory=BaseTrust)  # target: whether what it holds may be the base of a delta
     proof: Proof | None = None  # of the version that it serves, once taken
     spare_proof: Proof | None = None  # of the version that its other arena holds, if taken
     spare_found: str | None = None  # what is wrong with that version, "" if nothing is; None until it was compared

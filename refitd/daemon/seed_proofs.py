@@ -1,4 +1,4 @@
-"""Check that a seed's tensors are unchanged since its version went live, because others copied them."""
+"""Check that a target's tensors are unchanged since its version went live: others copied them, or a delta failed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class SeedProofs:
         """`owner` forwards the queue's results of work on seeds."""
         self._members, self._queue, self._owner, self._log = members, queue, owner, log
         # (member, tensors, whom to tell) of seeds whose first digests are being taken
-        self._unproven: list[tuple[str, Collection[str], Callable[[str], None]]] = []
+        self._unproven: list[tuple[str, Collection[str] | None, Callable[[str], None]]] = []
 
-    def prove(self, member: LocalMember, tensors: Collection[str], then: Callable[[str], None]) -> None:
-        """Digest the tensors that others have read of a member's served version; tell `then` what is wrong with them.
+    def prove(self, member: LocalMember, tensors: Collection[str] | None, then: Callable[[str], None]) -> None:
+        """Digest these tensors (None: all) of a member's served version; tell `then` what is wrong with them.
 
         "" if nothing is: it has not changed since it went live. If digests have not been taken yet of a staging arena,
         nothing is known that it could be compared with; only workers have ever written there.
@@ -47,7 +47,7 @@ class SeedProofs:
             version=member.proof.version,
             blocks=blocks,
             places=member.decided_places(),
-            chosen=blocks.of(tensors),
+            chosen=range(len(blocks)) if tensors is None else blocks.of(tensors),
             then=then,
             priority=Priority.SWAP,
         )

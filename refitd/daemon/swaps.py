@@ -12,6 +12,7 @@ from refitd.addressing.conversions import pieces_of
 from refitd.addressing.copies import address, fill_copies, joined
 from refitd.addressing.places import Places
 from refitd.daemon.actions import Instruction, ToCoordinator, ToWorker
+from refitd.daemon.base_trust import BaseVersion
 from refitd.daemon.bases import source_bases, target_bases
 from refitd.daemon.commits import Commits, Committing
 from refitd.daemon.epochs import LocalEpochs
@@ -69,10 +70,10 @@ class LocalSwaps:
         maps: WorkerArenas,
         out: Callable[[Instruction], None],
         restart: Callable[[int], None],
-        prove: Callable[[LocalMember, Collection[str], Callable[[str], None]], None],
+        prove: Callable[[LocalMember, Collection[str] | None, Callable[[str], None]], None],
         slots_freed: Callable[[], None],
     ) -> None:
-        """`prove(member, tensors, then)` compares them with their digests and tells `then` what is wrong.
+        """`prove(member, tensors, then)` compares them (None: all) with their digests and tells `then` what is wrong.
 
         `slots_freed` is called when slots of sources are no longer compared with newer versions.
         """
@@ -352,7 +353,7 @@ class LocalSwaps:
             case sidecar.BaseWrong(number):
                 run = self._jobs.run(number)
                 if run is not None:
-                    self._distrust(run)
+                    self._check_bases(run)
             case sidecar.RunFailed(number, reason, copy):
                 run = self._jobs.end(number)
                 if run is not None:
@@ -391,12 +392,28 @@ class LocalSwaps:
                     case "proving":
                         pass  # nothing runs any more
 
-    def _distrust(self, run: Run) -> None:
-        """Send whole versions to this node's targets until they register again: a delta on their base was wrong."""
+    def _check_bases(self, run: Run) -> None:
+        """Compare the bases of a delta that gave wrong bytes with their digests: is a base wrong, or the delta?
+
+        A rank that copies has rebuilt its base in place: it holds no version now, and the next one comes full anyway.
+        """
         swap = self._swaps.get(run.purpose.swap) if isinstance(run.purpose, _Staging) else None
         for member in swap.based if swap is not None else ():
-            member.distrusts_base = True
-            self._log("base-wrong", member=member.id, worker=run.worker)
+            base = member.state.holds, member.state.run
+            if base[0] is None:
+                self._log("delta-wrong", member=member.id, worker=run.worker, base="rebuilt")
+            elif member.bases.doubt(base):
+                self._prove(member, None, partial(self._base_checked, member, base))
+
+    def _base_checked(self, member: LocalMember, base: BaseVersion, wrong: str) -> None:
+        if (member.state.holds, member.state.run) != base:
+            return  # another version went live, and will be the next base
+        if wrong:
+            member.bases.differed()
+            self._log("base-wrong", member=member.id, version=base[0], reason=wrong)
+        else:
+            member.bases.matched(base)
+            self._log("delta-wrong", member=member.id, version=base[0], base="right")
 
     def not_sent(self, worker: int, message: Message, reason: str) -> None:
         """Fail the runs that need a message which did not reach a worker; the next attempt sends it again."""

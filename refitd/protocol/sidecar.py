@@ -195,8 +195,8 @@ class BasesDropped(Message, frozen=True):
 
 
 class BaseWrong(Message, frozen=True):
-    """What this worker made of a base and a delta is not what was sent. No other worker knows yet that the run fails:
-    the daemon can read this before any order to abort.
+    """This worker built wrong bytes from a base and a delta: one of the two is wrong. No other worker knows yet that
+    the run fails, so the daemon can read this before any order to abort.
     """
 
     run: Count

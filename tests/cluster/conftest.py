@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from refitd.testing import Daemon, eventually
+from tests.support import meddled
 from tests.support.keyed import Head
 from tests.support.trainer import Trainer
 
@@ -53,6 +55,17 @@ def nodes(start_daemon: Callable[..., Daemon]) -> Callable[..., tuple[Daemon, ..
         return tuple(found)
 
     return start
+
+
+@pytest.fixture
+def meddle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Alter what workers receive from other nodes: call the result to say how, in runs that begin later."""
+    meddled.install(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])]))
+    how = tmp_path / "how"
+    monkeypatch.setenv(meddled.VARIABLE, str(how))
+    how.write_text("")
+    return lambda what: (how.write_text(what), None)[1]
 
 
 @pytest.fixture

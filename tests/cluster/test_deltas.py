@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -42,7 +43,11 @@ def changed(tensors: Tensors, share: float, seed: int) -> int:
 class Pair:
     """A trainer on one node, engines of several kinds on another."""
 
-    def __init__(self, nodes: Callable[..., Nodes], dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        nodes: Callable[..., Nodes],
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         self.n0, self.n1 = nodes(2)
         self.trainer, self.engine = self.n0.connect(), self.n1.connect()
         self.held = made(0, dtype)
@@ -68,6 +73,11 @@ class Pair:
         with Engine(*self.targets):
             return self.trainer.swap("policy", version, timeout=60)
 
+    def digested(self, version: int) -> None:
+        """Wait until the engine's node has the digest of a version."""
+        line = re.compile(rf"event=digests .*version={version} ")
+        eventually(lambda: line.search(self.n1.log()), f"version {version} has been digested")
+
     def check(self) -> None:
         want = {name: tensor.to(torch.bfloat16) for name, tensor in self.held.items()}
         assert all(shards.equal(live, want) for live in self.live)
@@ -89,16 +99,56 @@ def test_what_changed_crosses_and_a_base_that_is_wrong_goes_live_nowhere(nodes: 
         pair.check()
         assert crossing.delta_bytes == crossing.bytes
     served = live["norm"].clone()
+    pair.digested(3)
     live["norm"].view(torch.int16)[900] ^= 1
     changed(pair.held, 0.01, 4)
     with pytest.raises(refitd.SwapFailed, match=r"is not what .* an engine there serves.* swap again"):
         pair.swap(4)
     assert pair.targets[0].version == 3
     assert torch.equal(live["norm"][:900], served[:900])
-    for version, publish in ((4, False), (5, True)):
-        report = pair.swap(version, publish=publish)
+    eventually(lambda: "event=base-wrong" in pair.n1.log(), "the base has been compared")
+    assert pair.swap(4, publish=False).crossing.delta_bytes == 0, "its base is wrong"
+    pair.check()
+    assert pair.swap(5).crossing.delta_bytes, "version 4 was proven, and is a base again"
+    pair.digested(5)
+    live["norm"].view(torch.int16)[900] ^= 1
+    with pytest.raises(refitd.SwapFailed, match="is not what"):
+        pair.swap(6)
+    got = []
+    for version, publish in ((6, False), (7, True), (8, True)):
+        got.append(bool(pair.swap(version, publish=publish).crossing.delta_bytes))
         pair.check()
-        assert report.crossing.delta_bytes == 0, "whoever held a wrong base gets versions whole"
+    assert got == [False, False, True], "with each wrong base the full versions double"
+    pair.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flips", [True, False])
+def test_a_delta_altered_on_the_cable_costs_no_rank_its_deltas(
+    nodes: Callable[..., Nodes], meddle: Callable[[str], None], flips: bool
+) -> None:
+    pair = Pair(nodes)
+    live = pair.empty(flips=flips)
+    pair.add(live, "a", mode="flip" if flips else "copy")
+    pair.swap(1)
+    changed(pair.held, 0.01, 2)
+    assert pair.swap(2).crossing.delta_bytes
+    before = {name: tensor.clone() for name, tensor in live.items()}
+    changed(pair.held, 0.01, 3)
+    meddle("delta n1")
+    with pytest.raises(refitd.SwapFailed, match=r"is not what .* as a delta"):
+        pair.swap(3)
+    meddle("")
+    assert shards.equal(live, before)
+    eventually(lambda: "event=delta-wrong" in pair.n1.log(), "the base has been compared")
+    again = pair.swap(3, publish=False).crossing
+    pair.check()
+    assert bool(again.delta_bytes) == flips, "one that copies had rebuilt its base in place"
+    changed(pair.held, 0.01, 4)
+    crossing = pair.swap(4).crossing
+    pair.check()
+    assert crossing.delta_bytes == crossing.bytes and crossing.crossed_bytes < 0.03 * crossing.bytes
+    assert "event=base-wrong" not in pair.n1.log()
     pair.close()
 
 

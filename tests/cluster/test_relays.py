@@ -241,3 +241,31 @@ def test_all_ways_to_go_live_and_all_conversions_may_be_passed_on(nodes: Callabl
     assert bool(fleet.trainer.plan("policy").relays.paths) == relays
     assert fleet.trainer.verify("policy").outcome == "proven"
     fleet.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flipping", [(1, 2, 3), (2, 3), (1, 3)])
+def test_a_delta_altered_on_one_cable_costs_no_rank_of_the_path_its_deltas(
+    nodes: Callable[..., Nodes], meddle: Callable[[str], None], flipping: tuple[int, ...]
+) -> None:
+    fleet = Fleet(nodes)
+    for node in (1, 2, 3):
+        fleet.add(node, f"r{node}", flips=node in flipping)
+    for version in (1, 2):
+        fleet.swap(version)
+        fleet.change(0.01, version)
+    assert fleet.trainer.plan("policy").relays.paths
+    meddle("delta n1")
+    with pytest.raises(refitd.SwapFailed, match="is not what"):
+        fleet.swap(3)
+    meddle("")
+    for node in flipping:
+        eventually(lambda node=node: fleet.nodes[node].log().count("event=delta-wrong") >= ROWS, "bases are compared")  # type: ignore[misc]
+    fleet.swap(4)  # in full for those that copy, and for those behind them
+    fleet.check()
+    fleet.change(0.01, 4)
+    crossing = fleet.swap(5).crossing
+    fleet.check()
+    assert crossing.delta_bytes == crossing.bytes and crossing.crossed_bytes < 0.03 * crossing.bytes
+    assert not any("event=base-wrong" in node.log() for node in fleet.nodes)
+    fleet.close()

@@ -24,7 +24,6 @@ from refitd.copy_services.peers import Deadline, Peers
 from refitd.copy_services.rendezvous import MailboxStore
 from refitd.errors import DeadlineExceeded
 from refitd.testing import Daemon, Engine
-from tests.support import meddled
 from tests.support.programs import ended
 from tests.support.proxy import Proxies
 
@@ -153,15 +152,11 @@ def test_swaps_succeed_while_a_stranger_connects_to_every_port_in_a_loop(
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["flip", "swap", "replay", "say"])
 def test_what_somebody_alters_between_two_nodes_never_goes_live(
-    nodes: Callable[..., Nodes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    nodes: Callable[..., Nodes], meddle: Callable[[str], None], how: str
 ) -> None:
-    meddled.install(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])]))
-    monkeypatch.setenv(meddled.VARIABLE, str(tmp_path / "how"))
-    (tmp_path / "how").write_text("")
     n0, n1 = nodes(
         2,
-        '[transport]\nservice = "meddled"\ndeltas = false\n[deadlines]\nplan_s = 40.0\nstage_s = 10.0\n',
+        "[transport]\ndeltas = false\n[deadlines]\nplan_s = 40.0\nstage_s = 10.0\n",
         workers=(1, 1),
     )
     with n0.connect() as trainer, n1.connect() as client:
@@ -169,7 +164,7 @@ def test_what_somebody_alters_between_two_nodes_never_goes_live(
         source = trainer.register_source("policy", full)
         with Engine(client.register_target("policy", mine, replica="far")):
             for version, meddles in ((1, ""), (2, how), (3, "")):
-                (tmp_path / "how").write_text(meddles)
+                meddle(meddles)
                 full["w"].copy_(torch.randn(3000, 1000))
                 before = mine["w"].clone()
                 source.publish(version)

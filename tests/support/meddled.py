@@ -1,4 +1,8 @@
-"""A copy service for tests: gloo, with received messages altered as the file in MEDDLES_FILE says."""
+"""Workers whose received messages are altered as the file in MEDDLES_FILE says.
+
+The folder that `install` makes is put in PYTHONPATH. Its `sitecustomize` runs at the start of every process and wraps
+`gloo.join` once a worker imports it.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +10,50 @@ import os
 from pathlib import Path
 from typing import Any
 
-from refitd.copy_services.base import PACKED
-from refitd.copy_services.registry import ENTRY_POINTS, Backend
-
 VARIABLE = "MEDDLES_FILE"
+WATCHED = "refitd.copy_services.gloo"
+
+_SITECUSTOMIZE = f"""
+import importlib.util, sys
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name != "{WATCHED}":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+        def exec_module(module):
+            load(module)
+            from tests.support import meddled
+            meddled.wrap(module)
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Watch())
+"""
 
 
-def _join(epoch: Any) -> Any:
-    from refitd.copy_services import gloo
-    from tests.support.meddling import Between
+def wrap(gloo: Any) -> None:
+    """Alter what the services of this process receive."""
+    join = gloo.join
 
-    service: Any = gloo.join(epoch)
-    between, run = Between(service), service.run
+    def joined(epoch: Any) -> Any:
+        from tests.support.meddling import Between
 
-    def meddled(*args: Any, **kwargs: Any) -> Any:
-        between.meddle(Path(os.environ[VARIABLE]).read_text())
-        return run(*args, **kwargs)
+        service: Any = join(epoch)
+        between, run = Between(service), service.run
 
-    service.run = meddled
-    return service
+        def meddled(*args: Any, **kwargs: Any) -> Any:
+            between.meddle(Path(os.environ[VARIABLE]).read_text())
+            return run(*args, **kwargs)
 
+        service.run = meddled
+        return service
 
-BACKEND = Backend("meddled", PACKED, lambda: "", join=_join)
+    gloo.join = joined
 
 
 def install(folder: Path) -> None:
-    """Make a folder whose presence in PYTHONPATH installs the service."""
-    info = folder / "meddled-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: meddled\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\nmeddled = tests.support.meddled:BACKEND\n")
+    """Make a folder whose presence in PYTHONPATH wraps gloo."""
+    (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)

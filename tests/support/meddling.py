@@ -4,6 +4,7 @@ flip     one bit of a stream's first message; its digest is made anew
 swap     a stream's first two messages change places; its digest is made anew
 replay   all streams and their digests are those of the run before
 say      one bit of each agreement
+delta NODE   one bit of the first message, on this node only; its digest stays. Of a delta that is a changed word
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Between:
         self._peers = service.peers
         self._receive, self._wait = self._peers.receive, self._peers.wait
         self._how = ""
+        self._is_altered = False
         self._before: dict[int, list[bytes]] = {}
         self._came: dict[int, list[bytes]] = defaultdict(list)  # messages of this run, by position
         self._posted: dict[int, list[Any]] = defaultdict(list)  # receives of messages, in order
@@ -42,6 +44,7 @@ class Between:
         """A run begins; say what is done in it."""
         self._how, self._before, self._came = how, self._came, defaultdict(list)
         self._posted, self._agreements = defaultdict(list), []
+        self._is_altered = False
 
     def receive(self, tensor: Any, position: int, tag: int) -> Any:
         """See Peers.receive."""
@@ -67,9 +70,10 @@ class Between:
         if self._how == "swap" and number == 0:
             self._wait(mine[1], position, deadline, purpose)
             arrived.append(mine[1].tensor)
-            first = arrived[0].clone()
-            arrived[0].copy_(arrived[1])
-            arrived[1].copy_(first)
+            n = min(len(tensor) for tensor in arrived)  # the last message is shorter
+            first = arrived[0][:n].clone()
+            arrived[0][:n].copy_(arrived[1][:n])
+            arrived[1][:n].copy_(first)
         for tensor in arrived:
             self._alter(tensor, position, len(self._came[position]))
             self._came[position].append(tensor.numpy().tobytes())
@@ -81,6 +85,11 @@ class Between:
             self._write(tensor, xxhash.xxh3_128_digest(b"".join(self._came[position])))
         elif self._how == "flip" and number == 0:
             tensor[len(tensor) // 2] ^= 1
+        elif self._how.startswith("delta ") and tensor.numel() > DIGEST_BYTES and not self._is_altered:
+            node = self._how.removeprefix("delta ")
+            if f"on node {node} " in self._peers.label(self._peers.index):
+                tensor[0] ^= 1
+                self._is_altered = True
 
     @staticmethod
     def _write(tensor: Any, data: bytes) -> None:

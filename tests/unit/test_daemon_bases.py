@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 
 from refitd.daemon import actions as act
+from refitd.daemon.base_trust import BaseTrust
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
 from refitd.protocol import cluster, local, sidecar
@@ -112,7 +113,28 @@ def test_a_target_has_a_base_from_a_commit_until_something_is_staged() -> None:
     assert h.daemon.members[target].state.holds is None
 
 
-def test_a_base_that_was_wrong_is_not_used_again() -> None:
+def test_a_base_that_is_wrong_is_not_used_until_a_full_version_is_committed() -> None:
+    trust = BaseTrust()
+    assert trust.may_use((1, "")) and trust.doubt((1, "")) and not trust.may_use((1, ""))
+    trust.differed()
+    assert not trust.may_use((1, "")), "the mark names this version"
+    assert trust.may_use((2, "")), "version 2 came in full"
+    for wrong, full in ((2, 1), (3, 3), (4, 7)):
+        assert trust.doubt((wrong, "wrong"))
+        trust.differed()
+        assert [trust.may_use((5, "")) for _ in range(full + 1)] == [False] * full + [True]
+
+
+def test_a_base_whose_digest_matches_is_used_again_once() -> None:
+    trust = BaseTrust()
+    assert trust.doubt((1, "")) and not trust.doubt((1, "")), "compared once"
+    trust.matched((1, ""))
+    assert trust.may_use((1, ""))
+    assert not trust.doubt((1, "")) and not trust.may_use((1, "")), "its deltas keep going wrong"
+    assert trust.may_use((2, ""))
+
+
+def test_a_rank_that_copies_gets_one_full_version_after_a_wrong_delta() -> None:
     h, target = crossing("target", 1)
     done(h, stage(h, "s1", 1, base=None))
     h.commit(target, "s1", 1)
@@ -120,10 +142,9 @@ def test_a_base_that_was_wrong_is_not_used_again() -> None:
     h.feed(act.WorkerSaid(0, sidecar.BaseWrong(run=runs[0].run)))
     h.feed(act.WorkerSaid(0, sidecar.RunFailed(run=runs[0].run, reason="differs", differs=True)))
     assert h.said(cluster.StageFailed)
-    assert h.daemon.members[target].distrusts_base
-    other, kept = crossing("target", 1)
-    done(other, stage(other, "s1", 1, base=None))
-    other.commit(kept, "s1", 1)
-    runs = stage(other, "s2", 2, base=1)
-    other.feed(act.WorkerSaid(0, sidecar.RunFailed(run=runs[0].run, reason="a copy differs", differs=True)))
-    assert not other.daemon.members[kept].distrusts_base
+    h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="s2", reason="x")))
+    runs = stage(h, "s3", 2, base=1)
+    assert bases(runs) == set()
+    done(h, runs)
+    h.commit(target, "s3", 2)
+    assert bases(stage(h, "s4", 3, base=2))
