@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping
 
 import torch
 
 from refitd import LoaderTrace, RefusedError
+from refitd.dtypes import dtype_name, element_size
+
+log = logging.getLogger("refitd.adapters")
 
 Offered = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -31,12 +35,13 @@ def check_shapes(own: Offered, offered: Offered) -> None:
         )
 
 
-def check_covered(trace: LoaderTrace, params: Mapping[str, torch.Tensor]) -> None:
-    """Refuse an engine of which versions would leave weights as they are.
+def check_covered(trace: LoaderTrace, params: Mapping[str, torch.Tensor], own: Offered | None = None) -> None:
+    """Refuse an engine if versions would not update some of its weights; warn if they would round some.
 
     Args:
         trace: what the engine's loader does with the trainer's tensors.
         params: the engine's parameters, {name: tensor}.
+        own: as in `check_shapes`; None if it is unknown.
 
     Raises:
         RefusedError: weights are computed from what the trainer offers, or nothing of it goes to them.
@@ -55,3 +60,27 @@ def check_covered(trace: LoaderTrace, params: Mapping[str, torch.Tensor]) -> Non
             f"nothing that the trainer offers goes to {len(untouched)} weights of the engine: "
             f"{', '.join(untouched[:5])}; of what it offers, the engine takes {left}"
         )
+    if (narrower := _narrower(trace, own or {})) and (m := trace.metadata[narrower[0][0]]):
+        name, source = narrower[0]
+        log.warning(
+            "refitd: the trainer offers %s in %s, and this engine keeps it in %s (%s), as the checkpoint that it was "
+            "started with (%d such tensors): versions are less exact than that checkpoint; where the trainer holds "
+            "these tensors in %s, offer them so",
+            source,
+            m.cast_from,
+            dtype_name(m.dtype),
+            name,
+            len(narrower),
+            dtype_name(m.dtype),
+        )
+
+
+def _narrower(trace: LoaderTrace, own: Offered) -> list[tuple[str, str]]:
+    """Return (engine's name, canonical name) of tensors whose offer has fewer bits than engine and checkpoint have."""
+    found = []
+    for name, m in trace.metadata.items():
+        bits = m.element_size if m.cast_from is None else element_size(m.cast_from)
+        for source in {tile.tensor for tile in m.tiles} if m.tiles else {m.resolved_name or name}:
+            if bits < m.element_size and source in own and bits < own[source][1].itemsize:
+                found.append((name, source))
+    return sorted(found)

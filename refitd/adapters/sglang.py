@@ -127,7 +127,7 @@ class SchedulerRank:
             own = own or {name: (tuple(t.shape), t.dtype) for name, t in _tensors(settings.checkpoint)}
             check_shapes(own, offered)
         trace = refitd.trace_loader(held, load, offered, owner_rank=rank)
-        check_covered(trace, params)
+        check_covered(trace, params, own)
         if settings.check and not self._own:  # later the engine holds other versions than its checkpoint's
             refitd.check_layout(refitd.trace_loader(held, load, own), held, _tensors(settings.checkpoint))
         self._own = own

@@ -14,7 +14,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -37,7 +37,7 @@ class RefitdWeightTransfer:
         directory: str = "",
         pause: str = "keep",
         engine: dict[str, Any] | None = None,
-        cast: torch.dtype | None = None,
+        cast: torch.dtype | Mapping[str, str | torch.dtype] | None = None,
         timeout: float = 600.0,
     ) -> None:
         """Name the servers to drive; engines that follow by themselves (docs/vllm.md) need not be named.
@@ -48,7 +48,7 @@ class RefitdWeightTransfer:
             directory: the daemon's directory; "" is this user's default one.
             pause: what becomes of running requests: "keep", "abort" or "wait", as vLLM's /pause takes it.
             engine: further settings of the engines, as in docs/vllm.md; the replica is named by the server's address.
-            cast: offer floating tensors as this type; the engines' own (torch.bfloat16) is the fastest.
+            cast: as in `Client.register_source`; the engines' own type (torch.bfloat16) is the fastest.
             timeout: seconds for a server to be up, and for one version.
         """
         self._servers = (servers,) if isinstance(servers, str) else tuple(servers)
@@ -91,13 +91,10 @@ class RefitdWeightTransfer:
         if self._client is None:
             raise refitd.RefusedError("init_weight_transfer has not been called")
         weights: Iterator[tuple[str, torch.Tensor]] = iterator
-        if self._cast is not None:
-            cast = self._cast
-            weights = ((name, t.to(cast) if t.is_floating_point() else t) for name, t in iterator)
         if self._source is None:
             first = list(weights)
             shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first}
-            self._source = self._client.declare_source(self._model, shapes, timeout=self._timeout)
+            self._source = self._client.declare_source(self._model, shapes, cast=self._cast, timeout=self._timeout)
             weights = iter(first)
         version = self._source.next_version
         self._source.publish_from(version, weights, timeout=self._timeout)

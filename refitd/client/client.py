@@ -77,7 +77,7 @@ class Client(ArenaMemory, Operations):
         names: Names | None = None,
         slots: int = 2,
         pull: bool | None = None,
-        cast: str | torch.dtype | None = None,
+        cast: str | torch.dtype | Mapping[str, str | torch.dtype] | None = None,
         mxfp8: MXFP8Offer | None = None,
         partial: bool | Sequence[str] = False,
         device: str | torch.device | None = None,
@@ -99,9 +99,12 @@ class Client(ArenaMemory, Operations):
             slots: the number of versions to keep; each slot takes one shard's size of this node's memory.
             pull: how lent tensors outside arenas travel. True: the workers read this process's memory. False: this
                 process copies them once. None: the faster way, by a measurement at the first lend.
-            cast: offer floating tensors as this type: float32 as "bfloat16" or "float16", or these as "float32". They
-                are converted when a version is published (round to nearest even), and never lent. float64 and float8
-                stay as they are; bfloat16 as "float16", or the reverse, is refused.
+            cast: the type that floating tensors may be offered as: float32 as "bfloat16" or "float16", or these as
+                "float32". They are converted when a version is published (round to nearest even), and never lent.
+                Tensors that some target needs unrounded, because it holds another type, are offered as they are from
+                the next version on, and workers convert them for the other targets. float64 and float8 stay as they
+                are; bfloat16 as "float16", or the reverse, is refused. {name: type} ("*" matches anything, and "*"
+                alone comes last) is an order: a tensor is offered as its name says, whatever targets hold.
             mxfp8: tensors that are also, or only, offered in MXFP8, which halves the bytes for targets that take it.
                 They are converted when a version is published, and never lent.
             partial: all source ranks together offer only a part of what targets hold (frozen weights are left out).
@@ -119,6 +122,7 @@ class Client(ArenaMemory, Operations):
         from refitd.client.kept import NONE, Keeps, checked_part
         from refitd.client.mxfp8 import MXFP8Offer, SourceTensors
         from refitd.client.source import Source, check_slots
+        from refitd.client.source_casts import SourceCasts
 
         model, timeout = text("model", model), seconds("timeout", timeout)
         rank, world_size, num_experts = _ranks(rank, world_size, num_experts)
@@ -128,8 +132,9 @@ class Client(ArenaMemory, Operations):
             raise RefusedError(f"mxfp8 is {shown(mxfp8)}, expected an MXFP8Offer")
         part = checked_part("partial", partial)
         left_out = NONE if isinstance(part, bool) else Keeps(part, all_but=True, elsewhere=world_size > 1)
+        casts = SourceCasts(cast, elsewhere=world_size > 1)
         tensors = SourceTensors(
-            module_or_tensors, rank, metadata, pg_collection, num_experts, mxfp8, left_out, names, cast
+            module_or_tensors, rank, metadata, pg_collection, num_experts, mxfp8, left_out, names, casts
         )
         if tensors.is_converted and pull:
             raise RefusedError(f"model {model!r}: tensors that are offered in another type cannot be pulled; omit pull")
@@ -160,6 +165,7 @@ class Client(ArenaMemory, Operations):
         world_size: int = 1,
         metadata: Sequence[ParameterMetadata] | None = None,
         names: Names | None = None,
+        cast: str | torch.dtype | Mapping[str, str | torch.dtype] | None = None,
         slots: int = 2,
         partial: bool = False,
         device: str | torch.device = "cpu",
@@ -174,6 +180,7 @@ class Client(ArenaMemory, Operations):
             world_size: as in `register_source`.
             metadata: how each tensor is split; without it, every tensor is whole.
             names: as in `register_source`. `publish_from` takes the module's own names.
+            cast: as in `register_source`. `publish_from` takes tensors of the declared dtypes, and converts them.
             slots: as in `register_source`.
             partial: what is declared is a part; see `register_source`.
             device: where the slots lie: "cpu" or "cuda:N".
@@ -185,12 +192,15 @@ class Client(ArenaMemory, Operations):
         """
         from refitd.client.devices import number_of
         from refitd.client.source import check_slots
+        from refitd.client.source_casts import SourceCasts
         from refitd.client.streamed import StreamedSource, declared
         from refitd.describe.memory import HOST
 
         model, timeout = text("model", model), seconds("timeout", timeout)
         rank, world_size, _ = _ranks(rank, world_size, None)
-        wire = declared(shapes, metadata, rank, names)
+        held = declared(shapes, metadata, rank, names)
+        casts = SourceCasts(cast, elsewhere=world_size > 1)
+        wire = casts.offered(held)
         gpu = number_of(device)
         message = local.RegisterSource(
             model=model,
@@ -204,7 +214,7 @@ class Client(ArenaMemory, Operations):
         )
         connection = self._connection.steady(timeout)
         registered, made = self._slots(connection, message, timeout)
-        source = StreamedSource(self._connection, connection, model, wire, registered, made, self._forget)
+        source = StreamedSource(self._connection, connection, model, held, casts, registered, made, self._forget)
         self._add(source, connection)
         return source
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from refitd.client.derived import Derived, check_derived, refresh
 from refitd.client.devices import Arena
 from refitd.client.given import Tensors, is_called, refuse_all
 from refitd.client.kept import NONE, Keeps
+from refitd.client.source_casts import NOTHING, SourceCasts
 from refitd.client.tensors import TensorSet, fingerprint
 from refitd.client.written_memory import WrittenMemory
 from refitd.describe.casts import FLOATING, cast_problem
@@ -232,13 +233,13 @@ class SourceTensors(TensorSet):
         offer: MXFP8Offer | None = None,
         left_out: Keeps = NONE,
         names: Names | None = None,
-        cast: str | torch.dtype | None = None,
+        casts: SourceCasts | None = None,
     ) -> None:
         """Describe the tensors.
 
         Raises:
             RefusedError: as TensorSet; or tensors cannot be offered in MXFP8 as they are split, or in the type that
-                `cast` names. Names all of them.
+                `casts` says. Names all of them.
         """
         super().__init__(tensors, rank, metadata, pg_collection, num_experts, left_out, names)
         self._unwritten = {}
@@ -248,17 +249,33 @@ class SourceTensors(TensorSet):
         self._one_memory = tie_by_memory(self.metadata, held)
         self.offer = offer
         self._scratch: dict[str, Scratch] = {}
-        self.wire: list[ParameterMetadata] = []
-        # indices of tensors, and places in `wire`, of what is written as it is, and of what is cast to another type
+        self._casts = casts or SourceCasts(None)
+        self._lay_out(NOTHING)
+
+    def widen(self, exact: Collection[str]) -> list[ParameterMetadata]:
+        """Offer these canonical tensors unrounded from now on; return the new `wire`. The size of slots changes."""
+        self._lay_out(self._exact | {*exact})
+        return self.wire
+
+    def _lay_out(self, exact: Collection[str]) -> None:
+        """Describe what is offered, and where it is in a slot.
+
+        Raises:
+            RefusedError: see `__init__`.
+        """
+        # tensors that are copied, as (index of tensor, place in `wire`); those that are cast, with their dtype
         self._whole: list[tuple[int, int]] = []
-        self._cast: list[tuple[int, int]] = []
+        self._cast: list[tuple[int, int, torch.dtype]] = []
         self._converted: list[int] = []  # indices of tensors that are offered in MXFP8
-        self._to = to = torch.float32 if cast is None else _floating(cast)
+        self._exact = {*exact}
+        wire: list[ParameterMetadata] = []
+        offer = self.offer
         problems: list[str] = [
             f"{name}: it is held in MXFP8, and sources offer bfloat16 or float32; register its master weights"
             for name in sorted(self.quantized)
         ]
         parts: list[ParameterMetadata] = []
+        instead: set[int] = set()
         for i, m in enumerate(self.metadata if not problems else ()):
             if MARK in m.name or MARK in canonical_name(m):
                 problems.append(f"{m.name}: {MARK!r} stands for parts of MXFP8 tensors; give it another name")
@@ -266,28 +283,25 @@ class SourceTensors(TensorSet):
                 try:
                     parts += _offered(m, offer)
                     self._converted.append(i)
+                    instead |= {i} if offer.instead else set()
                 except RefusedError as exc:
                     problems.append(str(exc))
-            if self._converted[-1:] == [i] and offer is not None and offer.instead:
-                continue
-            own = dtype_name(m.dtype)
-            if cast is None or own not in FLOATING or own == dtype_name(to):
-                self._whole.append((i, len(self.wire)))
-                self.wire.append(m)
-                continue
-            if problem := cast_problem(own, dtype_name(to)):
-                problems.append(f"{m.name}: cast {problem}")
-            self._cast.append((i, len(self.wire)))
-            self.wire.append(replace(m, dtype=to, element_size=to.itemsize))
         if offer is not None and not problems:
             unmatched = [p for p in offer.names if not any(MXFP8Offer((p,)).matches(m.name) for m in self.metadata)]
             problems += [f"{p!r} is offered in MXFP8, and no tensor registered here is called so" for p in unmatched]
-        if problems:
-            raise RefusedError("; ".join(problems))
-        self._parts_from = len(self.wire)
-        self.wire += parts
-        shard = shard_of(self.wire)
-        self._slot = staged(shard, ()).wire
+        refuse_all(problems)
+        for i, (m, offered) in enumerate(zip(self.metadata, self._casts.offered(self.metadata, exact), strict=True)):
+            if i in instead:
+                continue
+            if dtype_name(m.dtype) == dtype_name(offered.dtype):
+                self._whole.append((i, len(wire)))
+            else:
+                self._cast.append((i, len(wire), getattr(torch, dtype_name(offered.dtype))))
+            wire.append(offered)
+        self._parts_from = len(wire)
+        self.wire = wire + parts
+        self._slot = staged(shard_of(self.wire), ()).wire
+        self._copies = None
 
     def _moved(self) -> tuple[Sequence[torch.Tensor], Sequence[int]]:
         return [self.tensors[index] for index, _ in self._whole], [self._slot[place] for _, place in self._whole]
@@ -301,9 +315,9 @@ class SourceTensors(TensorSet):
     def write_to(self, arena: Arena) -> None:
         """Write a version into a slot: first the unconverted tensors, then data and scales of the MXFP8 ones."""
         super().write_to(arena)
-        for index, place in self._cast:
+        for index, place, dtype in self._cast:
             tensor = self.tensors[index]
-            view_of(arena, self._slot[place], tensor.shape, self._to).copy_(tensor)
+            view_of(arena, self._slot[place], tensor.shape, dtype).copy_(tensor)
         offsets = iter(self._slot[self._parts_from :])
         for index in self._converted:
             tensor = self.tensors[index]
@@ -342,14 +356,6 @@ class SourceTensors(TensorSet):
             quantize(part, *made, self.offer.rounding)
             here.copy_(made[0])
             there.copy_(made[1])
-
-
-def _floating(cast: str | torch.dtype) -> torch.dtype:
-    """Return a type that tensors can be cast to; raises RefusedError for any other value."""
-    if not isinstance(cast, str | torch.dtype) or dtype_name(cast) not in FLOATING:
-        raise RefusedError(f"cast is {shown(cast)}, expected the type to offer: {', '.join(sorted(FLOATING))}")
-    found: torch.dtype = getattr(torch, dtype_name(cast))
-    return found
 
 
 def _offered(m: ParameterMetadata, offer: MXFP8Offer) -> Sequence[ParameterMetadata]:

@@ -10,6 +10,7 @@ from msgspec import structs
 from refitd.client.connection import Connection
 from refitd.errors import PeerLost
 from refitd.protocol import local
+from refitd.protocol.shards import Shard
 
 if TYPE_CHECKING:
     from refitd.client.devices import Arena
@@ -86,6 +87,12 @@ class SourceSlots:
         self._held = {slot: held for slot, held in dict(self._held).items() if held[0] != version}
         self._told -= {version}
 
+    def change(self, shard: Shard) -> None:
+        """Take note of another description, and let go of the slots: `register_again` makes new ones."""
+        self.message = structs.replace(self.message, shard=shard)
+        self.arenas, self._held, self._offer = (), {}, None
+        self._told = frozenset()
+
     def register_again(self, connection: Connection, give: Give, timeout: float) -> local.SourceRegistered:
         """Register over a new connection, with the same slots and what they hold.
 
@@ -108,7 +115,7 @@ class SourceSlots:
         for slot in () if is_whole else given:
             connection.request(local.FreeArena(arena=slot.arena), local.Done, timeout)
         registered = connection.request(message, local.SourceRegistered, timeout)
-        if not is_whole:
+        if not is_whole or not arenas:
             if held:
                 _log.warning(
                     "member=%s its published versions %s are gone: their memory could not be given back to the daemon; "

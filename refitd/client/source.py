@@ -18,6 +18,7 @@ from refitd.client.given import refuse_all
 from refitd.client.mxfp8 import SourceTensors
 from refitd.client.reconnect import Give, Line, renumbered
 from refitd.client.reentrant_lock import Turn, check_process
+from refitd.client.rounding import offer_unrounded
 from refitd.client.slots import SourceSlots
 from refitd.copy_services.measure import Choice, allow_reader, choose, copy_seconds, sample
 from refitd.describe.digests import tie_problems
@@ -159,9 +160,11 @@ class Source:
         if self._closed:
             return
         connection, member = self._connection, self.member
+        is_registered = bool(self._slots.arenas) or not self._tensors.is_converted
         self.release()
         self._told(self)
-        self._line.deregister(connection, member)
+        if is_registered:
+            self._line.deregister(connection, member)
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
         """Take over the new numbers of arenas that have been given to another daemon."""
@@ -208,7 +211,9 @@ class Source:
             # the daemon has ended over an earlier try, and the next one has been told of the finished slot
             if not tried or not self._slots.passed_on(version):
                 tried.append(version)
-                self._copy_now(connection, version, left, reason)
+                deadline = time.monotonic() + left
+                offer_unrounded(self, connection, self._tensors.wire, self._tensors.widen, left)
+                self._copy_now(connection, version, max(0.0, deadline - time.monotonic()), reason)
 
         with self._turn.taken(timeout):
             self._line.lasting(timeout, copy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from refitd.client.devices import Arena
 from refitd.client.given import held_of_given
 from refitd.client.reconnect import Give, Line
 from refitd.client.reentrant_lock import Turn, check_process
+from refitd.client.rounding import offer_unrounded
 from refitd.client.slots import SourceSlots
+from refitd.client.source_casts import SourceCasts
 from refitd.describe.metadata import ParameterMetadata, plain
 from refitd.describe.renames import Names, rename
 from refitd.dtypes import dtype_name
@@ -39,18 +41,21 @@ class StreamedSource:
         line: Line,
         connection: Connection,
         model: str,
-        wire: Sequence[ParameterMetadata],
+        held: Sequence[ParameterMetadata],
+        casts: SourceCasts,
         registered: local.SourceRegistered,
         slots: SourceSlots,
         closed: Callable[[StreamedSource], object],
     ) -> None:
-        """`closed` is called when the source is closed."""
+        """`held` are the declared tensors; `closed` is called when the source is closed."""
         self._line = line
         self._connection = connection
         self._failure: local.Failure | None = None  # why it could not be registered again
         self._pid = os.getpid()
-        self._wire = wire
-        self._offsets = staged(shard_of(list(wire)), ()).wire
+        self._held = held
+        self._casts = casts
+        self._exact: set[str] = set()  # canonical names that are offered unrounded
+        self._wire = self._widen(())
         self._slots = slots
         self._told = closed
         self._closed = False
@@ -69,7 +74,8 @@ class StreamedSource:
     def publish_from(self, version: int, weights: Weights, *, timeout: float = 60.0) -> None:
         """Publish the tensors that an iterator yields as `version`.
 
-        Each tensor is copied into a slot at once; it may be freed or changed when the iterator is advanced.
+        Each tensor is copied into a slot, and cast if `cast` says so. It may be freed or changed when the iterator is
+        advanced.
 
         Args:
             version: greater than all earlier ones.
@@ -86,13 +92,15 @@ class StreamedSource:
         version, timeout = whole("version", version), seconds("timeout", timeout)
         check_process(self._pid)
         with self._turn.taken(timeout):
-            connection, member = self._line.steady(timeout), self.member
+            connection = self._line.steady(timeout)
             self._check_open()
+            offer_unrounded(self, connection, self._wire, self._widen, timeout)
+            member = self.member
             begin = local.BeginPublish(member=member, version=version, timeout_s=timeout)
             granted = connection.request(begin, local.SlotGranted, timeout + 2.0).slot
             try:
                 slot = self._slots.granted(granted, connection)
-                write_stream(slot, self._wire, self._offsets, weights)
+                write_stream(slot, self._held, self._wire, self._offsets, weights)
             except BaseException:
                 with contextlib.suppress(RefitdError):
                     connection.request(local.Withdraw(member=member, version=version), local.Done, 10.0)
@@ -115,9 +123,11 @@ class StreamedSource:
         if self._closed:
             return
         connection, member = self._connection, self.member
+        is_registered = bool(self._slots.arenas)  # not if it could not be registered again with wider tensors
         self.release()
         self._told(self)
-        self._line.deregister(connection, member)
+        if is_registered:
+            self._line.deregister(connection, member)
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
         """Nothing of it lies in arenas that have got other numbers."""
@@ -133,6 +143,13 @@ class StreamedSource:
     def give_up(self, failure: local.Failure) -> None:
         """Take note that it could not be registered again."""
         self._failure = failure
+
+    def _widen(self, exact: Collection[str]) -> list[ParameterMetadata]:
+        """Offer these canonical tensors unrounded from now on; return the descriptions of all that is offered."""
+        self._exact |= {*exact}
+        self._wire = self._casts.offered(self._held, self._exact)
+        self._offsets = staged(shard_of(self._wire), ()).wire
+        return self._wire
 
     def _check_open(self) -> None:
         if self._closed:
@@ -202,15 +219,21 @@ def _declared(
 
 
 def write_stream(
-    arena: Arena, wire: Sequence[ParameterMetadata], offsets: Sequence[int], weights: Weights
+    arena: Arena,
+    declared: Sequence[ParameterMetadata],
+    wire: Sequence[ParameterMetadata],
+    offsets: Sequence[int],
+    weights: Weights,
 ) -> dict[str, torch.Tensor]:
     """Copy tensors into a slot as the iterator yields them; return views of the slot by name.
+
+    The iterator yields them as `declared`; the slot holds them as in `wire`.
 
     Raises:
         RefusedError: as `StreamedSource.publish_from`; parts of the slot have been written.
     """
     memory = torch.from_numpy(arena.bytes) if isinstance(arena, MappedArena) else arena.tensor
-    places = {m.name: (m, offset) for m, offset in zip(wire, offsets, strict=True)}
+    places = {m.name: (m, to, offset) for m, to, offset in zip(declared, wire, offsets, strict=True)}
     written: dict[str, torch.Tensor] = {}
     for item in weights:
         try:
@@ -222,15 +245,17 @@ def write_stream(
         if name not in places:
             close = ", ".join(nearest(str(name), places.keys() - written.keys()))
             raise RefusedError(f"{shown(name)}: no tensor is declared so; nearest: {close or 'none is left'}")
-        m, offset = places[name]
+        m, to, offset = places[name]
         held = held_of_given(name, tensor)
         problem = _stream_problem(m, held)
         if problem:
             raise RefusedError(f"{name}: {problem}")
-        dtype: Any = held.dtype
-        size = held.numel() * held.element_size()
-        slot = memory[offset : offset + size].view(dtype).view(held.shape)
-        copy_bytes(slot, held)
+        dtype: Any = getattr(torch, dtype_name(to.dtype))
+        slot = memory[offset : offset + held.numel() * dtype.itemsize].view(dtype).view(held.shape)
+        if dtype == held.dtype:
+            copy_bytes(slot, held)
+        else:
+            slot.copy_(held.detach())
         written[name] = slot
     if missing := [name for name in places if name not in written]:
         raise RefusedError(f"the iterator has ended without {len(missing)} of {len(places)} tensors: {missing[:10]}")

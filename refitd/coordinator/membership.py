@@ -42,6 +42,8 @@ class Membership:
     # keys of comparisons in which all source ranks were equal
     compared: BoundedCache[str, bool] = field(default_factory=lambda: BoundedCache(MAX_COMPARED))
     forms: BoundedCache[str, Forms] = field(default_factory=lambda: BoundedCache(MAX_FORMS))  # by digest of a shard
+    # canonical tensors that targets need unrounded, by digest of a source's and of a target's shard
+    unrounded: BoundedCache[tuple[str, str], frozenset[str]] = field(default_factory=lambda: BoundedCache(MAX_FORMS))
     # the targets by replica and rank: most that is said of one rank concerns its replica, not thousands of others
     _replicas: dict[str, dict[int, Member]] = field(init=False)
 

@@ -103,12 +103,12 @@ class ShardReader:
 
     def _as_held(self, digest: str, described: Sequence[ParameterMetadata]) -> Sequence[ParameterMetadata]:
         """Return the descriptions without the casts by which the tensors were made."""
-        if all(meta.cast_from is None for meta in described):
+        if all(meta.cast_from is None and meta.cast_to is None for meta in described):
             return described
         key = f"{digest} as held"
         found = self._compact.get(key) if isinstance(described, tuple) else None
         if found is None:
-            found = tuple(replace(meta, cast_from=None) for meta in described)
+            found = tuple(replace(meta, cast_from=None, cast_to=None) for meta in described)
             if isinstance(described, tuple):  # shared by ranks
                 self._compact[key] = found
         return found

@@ -38,6 +38,7 @@ from refitd.coordinator.source_versions import SourceVersions
 from refitd.coordinator.status import history_report, model_description, status_report
 from refitd.coordinator.swaps import Swaps
 from refitd.coordinator.traces import Traces
+from refitd.coordinator.unrounded import unrounded_by
 from refitd.coordinator.verification import Checks
 from refitd.errors import ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
@@ -360,6 +361,10 @@ class CoordinatorState:
                 reply = status_report(self._pid, uptime_s, self.nodes, self.models, self._config, self.drained)
             case local.GetDescription(model):
                 reply = model_description(self.models.named(model).membership)
+            case local.GetUnrounded(member):
+                found = self._registrations.member(member)
+                state = self.models[found.added.model]
+                reply = local.Unrounded(unrounded_by(state.membership, found), state.takes_part(found))
             case local.GetPlan(model):
                 self.swaps.preparation.planning.show(self.models.named(model), (node.identity, request))
             case _:

@@ -16,6 +16,8 @@ CASTS: dict[int, tuple[str, str]] = {
     4: ("float16", "float32"),
 }
 
+PAIRS = ", ".join(f"{held} to {wanted}" for held, wanted in CASTS.values())
+
 # the types that can be cast
 FLOATING = frozenset(name for pair in CASTS.values() for name in pair)
 
@@ -36,5 +38,4 @@ def cast_problem(cast_from: object, dtype: object) -> str:
     wanted = dtype_name(str(dtype))
     if isinstance(cast_from, str) and cast_number(dtype_name(cast_from), wanted) is not None:
         return ""
-    pairs = ", ".join(f"{a} to {b}" for a, b in CASTS.values())
-    return f"is {cast_from!r} for a tensor of {wanted}, expected one of the casts that there are: {pairs}"
+    return f"is {cast_from!r} for a tensor of {wanted}, expected one of the casts that there are: {PAIRS}"

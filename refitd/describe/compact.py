@@ -48,6 +48,7 @@ def without_ranks(metas: Sequence[ParameterMetadata]) -> tuple[ParameterMetadata
                 fill=meta.fill,
                 aliases=meta.aliases,
                 cast_from=meta.cast_from,
+                cast_to=meta.cast_to,
             )
         )
     return tuple(found)

@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from refitd.describe.casts import cast_problem
+from refitd.describe.casts import PAIRS, cast_problem
 from refitd.describe.fill import fill_problem
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.tiles import Repeat, Tile
@@ -201,6 +201,11 @@ def _dtype_problems(meta: ParameterMetadata) -> list[str]:
         return [f"{name}: fill {problem}; declare what the padding holds after conversion to the tensor's dtype"]
     if meta.cast_from is not None and (problem := cast_problem(meta.cast_from, meta.dtype)):
         return [f"{name}: cast_from {problem}; convert one side before, or leave it out where dtypes are equal"]
+    if meta.cast_to is not None and cast_problem(own := dtype_name(meta.dtype), meta.cast_to):
+        return [
+            f"{name}: cast_to is {meta.cast_to!r} for a tensor of {own}, expected one of the casts that there are: "
+            f"{PAIRS}; leave it out where no destination holds another dtype"
+        ]
     return []
 
 

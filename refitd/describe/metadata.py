@@ -46,10 +46,12 @@ class ParameterMetadata:
             they are written. A source may declare it; then both must declare the same.
         aliases: other canonical names of the same weight (tied embeddings). A destination tensor that no source has is
             fed from a tensor tied to it, whichever end declares the tie; see `refitd.plan.aliases`.
-        cast_from: for a destination, the sources' dtype, if it is to be converted; ignored for a source. The
-            supported casts are in `refitd.describe.casts`.
+        cast_from: for a destination, the sources' dtype, if it is to be converted. For a source, the dtype from which
+            it rounds this tensor when it publishes. The supported casts are in `refitd.describe.casts`.
         stride_is_known: False if `partition_stride` could also be 2, because it is unknown whether an fc1 is gated.
             Other descriptions of the tensor then decide; a plan that depends on an expert's unknown stride is refused.
+        cast_to: for a source, a dtype that this tensor may be converted to: destinations that hold that dtype receive
+            it so. Ignored for a destination.
     """
 
     name: str
@@ -75,6 +77,7 @@ class ParameterMetadata:
     aliases: tuple[str, ...] = ()
     cast_from: str | None = None
     stride_is_known: bool = True
+    cast_to: str | None = None
 
 
 def plain(meta: ParameterMetadata) -> ParameterMetadata:
@@ -119,8 +122,9 @@ _RARE = operator.attrgetter(
     "fill",
     "aliases",
     "cast_from",
+    "cast_to",
 )
-_UNSET: tuple[Any, ...] = (None,) * 10 + ((), None)
+_UNSET: tuple[Any, ...] = (None,) * 10 + ((), None, None)
 
 
 def _is_whole(meta: ParameterMetadata) -> bool:
@@ -277,4 +281,5 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
     "fill": _or_none(_number),
     "aliases": _names,
     "cast_from": _or_none(_dtype),
+    "cast_to": _or_none(_dtype),
 }

@@ -121,6 +121,7 @@ def _part(meta: ParameterMetadata, rounding: str, which: str) -> ParameterMetada
         fill=None if meta.fill is None else 0.0,
         aliases=tuple(named(alias) for alias in meta.aliases),
         cast_from=None,
+        cast_to=None,
     )
 
 

@@ -110,6 +110,7 @@ def shard_metadata(tensor: ShardTensor, rank: ShardRank, offset: int = 0) -> Par
         fill=tensor.fill,
         aliases=tensor.aliases,
         cast_from=tensor.cast_from,
+        cast_to=tensor.cast_to,
     )
 
 
@@ -164,6 +165,7 @@ def _shard(held: Iterable[ParameterMetadata]) -> tuple[tuple[ShardTensor, ...], 
                 fill=meta.fill,
                 aliases=tuple(meta.aliases),
                 cast_from=meta.cast_from,
+                cast_to=meta.cast_to,
             )
         )
     return tuple(tensors), {name: group for group, name in groups.items()}

@@ -138,6 +138,7 @@ class ShardTensor(Table, frozen=True):
     fill: float | None = None
     aliases: tuple[Name, ...] = ()
     cast_from: Name | None = None
+    cast_to: Name | None = None
 
 
 class ShardRank(Table, frozen=True):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from refitd.plan.columns import Ints
+from refitd.plan.conversions import Offered
 from refitd.plan.layouts import Layouts
 
 
-def mismatches_of(layouts: Layouts) -> dict[str, list[str]]:
-    """Return the disagreements between ranks' descriptions, by canonical name."""
+def mismatches_of(layouts: Layouts, offered: Mapping[str, Offered]) -> dict[str, list[str]]:
+    """Return the disagreements between ranks' descriptions, by canonical name; `offered` are the rounded tensors."""
     geometries = layouts.geometries
     tensor = np.concatenate([layouts.source.entry_tensor, layouts.destination.entry_tensor])
     geometry = np.concatenate([layouts.source.entry_geometry, layouts.destination.entry_geometry])
@@ -43,6 +44,14 @@ def mismatches_of(layouts: Layouts) -> dict[str, list[str]]:
             for each in dict.fromkeys(value[rows].tolist()):
                 row = int(rows[value[rows] == each][0])
                 said.append(f"{words[each]} on {_entry_ranks(layouts, row)}")
+            one = offered.get(layouts.tensors[number])
+            if what == "dtype" and one is not None and one.exact in {words[each] for each in value[rows].tolist()}:
+                found[layouts.tensors[number]].append(
+                    f"{layouts.tensors[number]}: dtype is {', '.join(said)}: its source has rounded these versions "
+                    f"from {one.exact} to {one.dtype} (cast=), before it knew of a rank that needs {one.exact}; "
+                    "publish a newer version, which is not rounded here, or ask for the cast of this tensor by name"
+                )
+                continue
             found[layouts.tensors[number]].append(
                 f"{layouts.tensors[number]}: {what} is {', '.join(said)}; it must be the same everywhere, {advice}"
             )

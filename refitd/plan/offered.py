@@ -14,6 +14,7 @@ from refitd.plan.read_rosters import read_rosters
 def offered_tensors(rosters: Sequence[Roster]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return (shape, dtype name) of every canonical tensor that these source ranks hold parts of, by name.
 
+    The dtype of a tensor that its source rounds is the one before rounding: a destination may have it so.
     If no rank declares a tensor's shape, it is the extent of the parts that are held.
 
     Raises:
@@ -33,5 +34,6 @@ def offered_tensors(rosters: Sequence[Roster]) -> dict[str, tuple[tuple[int, ...
             tiles = np.concatenate([np.arange(g.tile_start[i], g.tile_start[i + 1]) for i in np.unique(geometries)])
             ends = (g.box_offset + g.box_size)[g.tile_box[tiles]].max(axis=0)
             shape = tuple(ends[len(ends) - int(g.dims[geometries[0]]) :].tolist())
-        found[layouts.tensors[tensor]] = shape, g.dtypes[int(g.dtype[geometries[0]])]
+        # of a source's description, `held_dtype` is the dtype that it rounds from
+        found[layouts.tensors[tensor]] = shape, g.dtypes[int(g.held_dtype[geometries[0]])]
     return found

@@ -21,6 +21,7 @@ from refitd.dtypes import dtype_name
 from refitd.plan.aliases import alias_problem, resolve_aliases, tied_name, untied_sources
 from refitd.plan.columns import Ints, offsets_of
 from refitd.plan.completion import completed
+from refitd.plan.conversions import Offered
 from refitd.plan.layouts import NO_PADDING, UNCLEAR_PADDING, Geometries, Layouts, Paddings, Side, named
 from refitd.plan.mismatches import mismatches_of
 from refitd.plan.padding import padding_problems
@@ -46,6 +47,7 @@ _FIELDS = attrgetter(
     "fill",
     "aliases",
     "cast_from",
+    "cast_to",
 )
 
 # (side, tensor, group) -> sizes along the split dimension on the ranks of a group that is split unevenly
@@ -98,12 +100,12 @@ def read_rosters(rosters: Sequence[Roster]) -> tuple[Layouts, list[str]]:
     before = problems.messages()
     reader = _Reader(ordered, {})
     layouts = reader.layouts()
-    mismatches = mismatches_of(layouts)
+    mismatches = mismatches_of(layouts, reader.offered)
     tied = [name for name, other in reader.fed_by.items() if other in mismatches]
     if mismatches and (uneven := _uneven_sizes(ordered, [*mismatches, *tied])):
         reader = _Reader(ordered, uneven)
         layouts = reader.layouts()
-        mismatches = mismatches_of(layouts)
+        mismatches = mismatches_of(layouts, reader.offered)
     for name, other in reader.fed_by.items():
         if other in mismatches:
             mismatches[other] = [f"{line}; {name} is fed from it as its alias" for line in mismatches[other]]
@@ -157,6 +159,7 @@ class _Reader:
         self.untied: dict[str, list[str]] = {}
         self.padding_rows: list[tuple[int, list[int], list[int]]] = []
         self.padding_start: list[int] = [0]
+        self.offered: dict[str, Offered] = {}  # the tensors that sources round, or let others round
 
     def layouts(self) -> Layouts:
         """Read both sides."""
@@ -203,7 +206,7 @@ class _Reader:
         for m in metas:
             (
                 name, shape, dtype, esize, is_tp, dim, stride, sizes, owner, group, resolved, tiles, whole,
-                fill, aliases, cast,
+                fill, aliases, cast, cast_to,
             ) = _FIELDS(m)  # fmt: skip
             names: Sequence[str] = (name if resolved is None else resolved,)
             key: Any
@@ -223,8 +226,12 @@ class _Reader:
                 key = (shape, dtype, esize, whole, dim, tuple(sizes))
             else:
                 key = (shape, dtype, esize, whole)
-            if fill is not None or cast is not None:
-                key = (*key, repr(fill), cast)  # repr, because 0.0 == -0.0 and NaN != NaN
+            if fill is not None or cast is not None or cast_to is not None:
+                key = (*key, repr(fill), cast, cast_to)  # repr, because 0.0 == -0.0 and NaN != NaN
+            if side == "source" and (cast is not None or cast_to is not None):
+                self._offer(m, names)
+            if self.offered and side == "destination":
+                key = (*key, self._offers_of(names, aliases))
             names_no_rank = names_no_rank and owner is None
             if name in seen or (owner is not None and owner != roster.rank):
                 self._report_owner(roster, side, m)
@@ -243,6 +250,19 @@ class _Reader:
             for tensor, geometry in zip(names, numbers):  # noqa: B905 equal by construction, and strict costs
                 found.append((local, tensors.setdefault(tensor, len(tensors)), geometry))
         return found, names_no_rank
+
+    def _offer(self, m: ParameterMetadata, names: Iterable[str]) -> None:
+        """Note the other dtype that a source's description names."""
+        exact = None if m.cast_from is None else dtype_name(m.cast_from)
+        offered = Offered(dtype_name(m.dtype), exact, None if m.cast_to is None else dtype_name(m.cast_to))
+        for name in (*names, *m.aliases):
+            self.offered.setdefault(name, offered)
+
+    def _offers_of(self, names: Iterable[str], aliases: Iterable[str]) -> tuple[Offered | None, ...]:
+        """Return the offers that feed a destination's canonical tensors."""
+        offered = self.offered
+        tied = next((offered[alias] for alias in aliases if alias in offered), None)
+        return tuple(offered.get(name, tied) for name in names)
 
     def _tie(self, roster: Roster, side: str, m: ParameterMetadata) -> bool:
         """Note a tensor's aliases; return False if they are invalid."""
@@ -274,7 +294,13 @@ class _Reader:
             for tile in tiles_of(owned, sizes):
                 tiles[tile.tensor].append(tile)
             padding = self._padding(owned, tiles)
-            numbers = tuple(self._add(owned, sizes, part, padding) for part in tiles.values())
+            offers = (
+                self._offers_of(tiles, m.aliases) if self.offered and side == "destination" else (None,) * len(tiles)
+            )
+            numbers = tuple(
+                self._add(owned, sizes, part, padding, offer)
+                for part, offer in zip(tiles.values(), offers, strict=True)
+            )
         with suppress(TypeError):  # unhashable: a description with lists instead of tuples is not cached
             self.geometries[key] = numbers
         return numbers
@@ -297,11 +323,20 @@ class _Reader:
         self.padding_start.append(len(self.padding_rows))
         return len(self.padding_start) - 2
 
-    def _add(self, m: ParameterMetadata, sizes: tuple[int, ...] | None, tiles: list[Tile], padding: int) -> int:
+    def _add(
+        self,
+        m: ParameterMetadata,
+        sizes: tuple[int, ...] | None,
+        tiles: list[Tile],
+        padding: int,
+        offered: Offered | None,
+    ) -> int:
         whole = global_shape_of(m, sizes)
         shape = whole if m.tiles is None or whole is not None else tiles[0].size if tiles else None
         dtype = dtype_name(m.dtype)
         held = dtype if m.cast_from is None else dtype_name(m.cast_from)
+        if offered is not None:
+            held = offered.read_as(dtype, held)
         self.geometry_rows.append(
             (
                 m.element_size,

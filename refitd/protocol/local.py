@@ -379,6 +379,12 @@ class GetDescription(Message, frozen=True):
     model: Name
 
 
+class GetUnrounded(Message, frozen=True):
+    """Ask which tensors of a source rank are needed unrounded, before it publishes. Reply: Unrounded."""
+
+    member: Name
+
+
 # --- daemon to client -------------------------------------------------------------------------------------
 
 
@@ -389,6 +395,16 @@ class Welcome(Message, frozen=True):
     node: Label
     host: Label
     coordinator: bool  # whether a coordinator is connected now
+
+
+class Unrounded(Message, frozen=True):
+    """The canonical tensors that this rank rounds and that some target needs unrounded.
+
+    `is_read`: a running swap may read what the rank has published.
+    """
+
+    names: tuple[Name, ...] = ()
+    is_read: bool = False
 
 
 class Done(Message, frozen=True):
@@ -579,6 +595,7 @@ ForwardedRequest = (
     | GetPlan
     | GetHistory
     | GetDescription
+    | GetUnrounded
     | GetTrace
 )
 
@@ -597,6 +614,7 @@ ForwardedReply = (
     | PlanReport
     | HistoryReport
     | ModelDescription
+    | Unrounded
     | TraceReport
 )
 

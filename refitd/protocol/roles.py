@@ -18,6 +18,7 @@ _NEEDED: dict[type[Message], frozenset[str]] = {
     local.CreateArena: frozenset({TRAINER, ENGINE}),
     sidecar.GiveArena: frozenset({TRAINER, ENGINE}),
     local.RegisterSource: frozenset({TRAINER}),
+    local.GetUnrounded: frozenset({TRAINER}),
     local.RegisterTarget: frozenset({ENGINE}),
     local.Restored: frozenset({ENGINE}),
     local.Suspend: frozenset({ENGINE}),

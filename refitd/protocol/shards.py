@@ -62,6 +62,7 @@ class WireTensor(Value, frozen=True, omit_defaults=True):
     aliases: tuple[Name, ...] = ()
     cast_from: Name | None = None
     stride_is_known: bool = True
+    cast_to: Name | None = None
 
 
 class KeptTensor(Value, frozen=True, array_like=True):
@@ -137,6 +138,7 @@ def shard_of(
             aliases=m.aliases,
             cast_from=m.cast_from,
             stride_is_known=m.stride_is_known,
+            cast_to=m.cast_to,
         )
         for m in metadata
     )
@@ -195,6 +197,7 @@ def metadata_of(shard: Shard, owner_rank: int) -> list[ParameterMetadata]:
                 aliases=t.aliases,
                 cast_from=t.cast_from,
                 stride_is_known=t.stride_is_known,
+                cast_to=t.cast_to,
             )
         )
     return found

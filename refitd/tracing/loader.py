@@ -105,7 +105,13 @@ def _result(tracer: Tracer, owner_rank: int | None) -> LoaderTrace:
     for written in itertools.chain.from_iterable(tracer.written.values()):
         if written.is_computed:
             computed[written.name] = tuple(sorted(written.computed))
-        elif (described := _described(written, owner_rank)) is not None:
+            continue
+        try:
+            described = _described(written, owner_rank)
+        except _SeveralDtypes:  # a description declares one cast
+            computed[written.name] = tuple(sorted({o.name for _, o in written.writes if isinstance(o, Origin)}))
+            continue
+        if described is not None:
             held, wanted = described.cast_from, dtype_name(described.dtype)
             if held is None or cast_number(held, wanted) is not None:
                 metadata[written.name] = described
@@ -118,11 +124,16 @@ def _result(tracer: Tracer, owner_rank: int | None) -> LoaderTrace:
     return LoaderTrace(metadata, computed, tuple(untouched), unused)
 
 
+class _SeveralDtypes(PlanError):
+    """A tensor of the engine is made of canonical tensors of several dtypes."""
+
+
 def _described(written: Written, owner_rank: int | None) -> ParameterMetadata | None:
     """Return the description of one of the engine's tensors; None if it holds no element of a canonical tensor.
 
     Raises:
-        PlanError: parts of it are not written, or are made of canonical tensors of several dtypes.
+        PlanError: parts of it are not written.
+        _SeveralDtypes: it is made of canonical tensors of several dtypes.
     """
     name, tensor = written.name, written.tensor
     if not any(isinstance(what, Origin) for _, what in written.writes):
@@ -134,7 +145,7 @@ def _described(written: Written, owner_rank: int | None) -> ParameterMetadata | 
     tiles = [tile for walk, origin in pieces for tile in _tiles(walk, origin)]
     dtypes = {dtype_name(origin.dtype) for _, origin in pieces}
     if len(dtypes) > 1:
-        raise PlanError(f"{name}: made of tensors of several dtypes: {', '.join(sorted(dtypes))}")
+        raise _SeveralDtypes(f"{name}: made of tensors of several dtypes: {', '.join(sorted(dtypes))}")
     own, found = dtype_name(tensor.dtype), dtypes.pop()
     origins = {origin.name: origin for _, origin in pieces}
     (first,) = {origin.shape for origin in origins.values()} if len(origins) == 1 else (None,)

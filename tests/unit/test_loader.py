@@ -173,6 +173,20 @@ def test_modules_load_their_own_state() -> None:
     assert all(meta.tiles is None for meta in trace.metadata.values()) and not trace.problems()
 
 
+def test_a_tensor_fused_from_two_dtypes_is_computed_and_the_others_are_learned() -> None:
+    params = {"fused": torch.empty(4, 3, dtype=torch.bfloat16), "plain": empty(2, 3)}
+
+    def load(weights: Weights) -> None:
+        for name, weight in weights:
+            params["fused"][{"a": slice(0, 2), "b": slice(2, 4)}[name]].copy_(weight)
+            if name == "a":
+                params["plain"].copy_(weight)
+
+    offered = {"a": ((2, 3), torch.float32), "b": ((2, 3), torch.bfloat16)}
+    trace = refitd.trace_loader(params, load, offered)
+    assert trace.computed == {"fused": ("a", "b")} and [*trace.metadata] == ["plain"]
+
+
 def test_tied_and_untouched_and_unused_tensors_are_told() -> None:
     w = empty(4, 3)
     params = {"embed": w, "head": w, "cos": empty(5)}

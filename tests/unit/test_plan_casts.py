@@ -14,6 +14,7 @@ from refitd.describe.compact import without_ranks
 from refitd.describe.fused import without_padding
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.plan.build import plan_copies
+from refitd.plan.conversions import Offered, unrounded
 from refitd.plan.table import CopyTable
 from refitd.plan.validate import violations
 from refitd.protocol.shards import metadata_of, shard_of
@@ -149,3 +150,73 @@ def test_the_validator_finds_a_wrong_cast(cast: int) -> None:
     table, found = converting()
     said = violations(replace(table, cast=np.array([cast], np.int32)), found)
     assert any("would put other elements there" in line for line in said)
+
+
+ROUNDED = of("bfloat16", 0, cast_from="float32")
+EXACT = of("float32", 0, cast_to="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("source", "holds", "declares", "cast"),
+    [
+        (ROUNDED, "bfloat16", None, 0),
+        (ROUNDED, "bfloat16", "float32", 0),  # rounded by the source already
+        (ROUNDED, "float32", "bfloat16", 2),
+        (EXACT, "bfloat16", None, 1),  # the source allows it
+        (EXACT, "bfloat16", "float32", 1),
+        (EXACT, "float32", None, 0),
+        (EXACT, "float32", "bfloat16", 0),
+        (EXACT, "float16", "float32", 3),
+    ],
+)
+def test_a_destination_of_a_rounding_source_reads_what_its_own_dtype_needs(
+    source: ParameterMetadata, holds: str, declares: str | None, cast: int
+) -> None:
+    found = [Roster(0, [source]), Roster(1, (), [of(holds, 1, cast_from=declares)])]
+    plan = plan_copies(found)
+    assert plan.table.cast.tolist() == [cast] and violations(plan, found) == []
+
+
+@pytest.mark.parametrize(("holds", "declares"), [("float32", None), ("float16", "float32")])
+def test_a_rounded_tensor_is_refused_by_name_where_more_is_needed(holds: str, declares: str | None) -> None:
+    said = refusal([Roster(0, [ROUNDED]), Roster(1, (), [of(holds, 1, cast_from=declares)])])
+    assert said.startswith("w: dtype is bfloat16 on rank 0 (source), float32 on rank 1 (destination")
+    assert "its source has rounded these versions from float32 to bfloat16" in said
+
+
+def test_a_permission_allows_no_other_dtype_than_it_names() -> None:
+    said = refusal([Roster(0, [EXACT]), Roster(1, (), [of("float16", 1)])])
+    assert "float32 on rank 0 (source), float16 on rank 1 (destination)" in said
+    assert "cast_to is" not in said
+    said = refusal([Roster(0, [of("float32", 0, cast_to="int8")]), Roster(1, (), [of("float32", 1)])])
+    assert (
+        "w: cast_to is 'int8' for a tensor of float32, expected one of the casts that there are: float32 to bfloat16"
+        in said
+    )
+
+
+def test_a_fused_destination_casts_each_of_its_tensors_by_its_own_source() -> None:
+    tiles = (Tile("a", (0,), (3,), 0, (1,)), Tile("b", (0,), (3,), 3, (1,)))
+    held = [
+        meta("a", (3,), 0, dtype="float32", element_size=4, cast_to="bfloat16"),
+        meta("b", (3,), 0, dtype="bfloat16", element_size=2, cast_from="float32"),
+    ]
+    found = [Roster(0, held), Roster(1, (), [meta("ab", (6,), 1, tiles=tiles, cast_from="float32")])]
+    plan = plan_copies(found)
+    assert sorted(plan.table.cast.tolist()) == [0, 1] and violations(plan, found) == []
+
+
+def test_only_what_a_destination_needs_is_unrounded() -> None:
+    offered = {"w": Offered("bfloat16", "float32"), "wide": Offered("float32", "bfloat16")}
+    for held, needed in (
+        (("bfloat16", None), False),
+        (("bfloat16", "float32"), False),
+        (("float32", None), True),
+        (("float16", "float32"), True),
+        (("float32", "bfloat16"), False),  # it says so itself
+        (("float8_e4m3fn", None), False),  # no worker makes it of either
+        (("int32", None), False),
+    ):
+        assert bool(unrounded(offered, {"w": [held]})) is needed, held
+    # bfloat16 that is offered as float32: unrounded is the narrower
+    assert unrounded(offered, {"wide": [("bfloat16", None)], "w": [("bfloat16", None)]}) == {"wide"}

@@ -105,6 +105,23 @@ def test_a_tensor_that_the_loader_would_cut_is_refused() -> None:
         check_shapes(own, {**own, "q_proj.weight": ((8, 3), torch.float32)})
 
 
+def test_a_trainer_less_exact_than_engine_and_checkpoint_is_said_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    gate, up = torch.zeros(4, 3), torch.zeros(4, 3, dtype=torch.bfloat16)
+    own: Offered = {"gate": ((4, 3), torch.float32), "up": ((4, 3), torch.float32)}
+
+    def checked(dtype: torch.dtype) -> str:
+        caplog.clear()
+        offered = dict.fromkeys(own, ((4, 3), dtype))
+        params = {"gate": gate, "up": up}
+        load = lambda weights: [params[name].copy_(weight) for name, weight in weights]  # noqa: E731
+        check_covered(refitd.trace_loader(params, load, offered), params, own)
+        return caplog.text
+
+    assert checked(torch.float32) == ""
+    assert "offers gate in bfloat16, and this engine keeps it in float32 (gate)" in (said := checked(torch.bfloat16))
+    assert "1 such tensors" in said
+
+
 def test_weights_that_the_trainer_calls_otherwise_are_refused_with_the_nearest_names() -> None:
     offers = [f"net.layers.{n}.mlp.down_proj.weight" for n in range(7)]
     left = refitd.LoaderTrace({}, {}, ("model.layers.6.mlp.down_proj.weight", "none"), ("norm.bias", *offers))

@@ -359,7 +359,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
 
     def _check(self, trace: refitd.LoaderTrace, params: dict[str, torch.Tensor]) -> None:
         """Refuse weights that no refit would keep up to date."""
-        check_covered(trace, params)
+        check_covered(trace, params, self._own)
         is_tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
         if is_tied and (heads := [name for name in trace.unused if name.endswith("lm_head.weight")]):
             raise refitd.RefusedError(

@@ -1,0 +1,220 @@
+"""A source that may be rounded: each destination holds what its own dtype can hold of the trainer's values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import refitd
+from refitd.testing import Daemon, Engine
+from tests.support import shards
+
+Tensors = dict[str, torch.Tensor]
+Nodes = Callable[..., tuple[Daemon, ...]]
+
+ROUNDED, EXACT = torch.bfloat16, torch.float32
+
+
+def made(version: int) -> Tensors:
+    """Float32 values that bfloat16 cannot hold, as a function of the version."""
+    generator = torch.Generator().manual_seed(version)
+    return {
+        "gate": torch.randn(8, 16, generator=generator),
+        "bias": torch.randn(8, generator=generator) + 100,
+        "up": torch.randn(24, 16, generator=generator),
+        "steps": torch.arange(3) + version,
+    }
+
+
+def zeros(**dtypes: torch.dtype) -> Tensors:
+    """Tensors of an engine, in bfloat16 where nothing else is said."""
+    return {
+        name: torch.zeros(t.shape, dtype=dtypes.get(name, ROUNDED) if t.is_floating_point() else t.dtype)
+        for name, t in made(0).items()
+    }
+
+
+def holds(live: Tensors, version: int) -> bool:
+    """Whether each tensor holds the version's values, rounded once to its own dtype."""
+    return all(torch.equal(live[name], t.to(live[name].dtype)) for name, t in made(version).items())
+
+
+def fill(held: Tensors, version: int) -> None:
+    for name, tensor in made(version).items():
+        held[name].copy_(tensor)
+
+
+def test_float32_destinations_of_a_rounding_source_get_float32_bytes(daemon: Daemon) -> None:
+    held, live, plain = made(0), zeros(gate=EXACT, bias=EXACT), zeros()
+    with daemon.connect() as trainer, daemon.connect() as engine, daemon.connect() as other:
+        source = trainer.register_source("m", held, cast="bfloat16")
+        with (
+            Engine(engine.register_target("m", live, replica="a")),
+            Engine(other.register_target("m", plain, replica="b")),
+        ):
+            for version in range(1, 5):
+                fill(held, version)
+                source.publish(version)
+                assert trainer.swap("m", version, timeout=60).outcome == "committed"
+                assert holds(live, version) and holds(plain, version)
+                assert trainer.verify("m", timeout=60).outcome == "proven"
+            offered = {t.name: t for t in trainer.describe("m").shards[0].tensors}
+            # the tensor that no engine holds in float32 is rounded by the source, as before
+            assert (offered["up"].dtype, offered["up"].cast_from) == ("bfloat16", "float32")
+            assert (offered["gate"].dtype, offered["gate"].cast_to) == ("float32", "bfloat16")
+
+
+def test_a_version_rounded_before_such_an_engine_came_is_refused_by_name_and_the_next_is_exact(daemon: Daemon) -> None:
+    held, live, plain = made(1), zeros(gate=EXACT), zeros()
+    with daemon.connect() as trainer, daemon.connect() as engine, daemon.connect() as other:
+        source = trainer.register_source("m", held, cast="bfloat16")
+        with Engine(other.register_target("m", plain, replica="b")):
+            source.publish(1)
+            assert trainer.swap("m", 1, timeout=60).outcome == "committed"
+            with Engine(engine.register_target("m", live, replica="a")):
+                with pytest.raises(refitd.RefitdError, match=r"gate: dtype is .*rounded .* float32 to bfloat16"):
+                    trainer.plan("m")
+                fill(held, 2)
+                source.publish(2)
+                assert trainer.swap("m", 2, timeout=60).outcome == "committed"
+                assert holds(live, 2) and holds(plain, 2)
+
+
+@pytest.mark.parametrize("cast", [{"*": "bfloat16"}, {"gate": torch.bfloat16, "*": "bfloat16"}])
+def test_a_cast_asked_for_by_name_is_not_overridden(daemon: Daemon, cast: dict[str, object]) -> None:
+    held, live = made(1), zeros(gate=EXACT)
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        source = trainer.register_source("m", held, cast=cast)
+        assert trainer.tensors("m")["gate"][1] == torch.bfloat16
+        with Engine(engine.register_target("m", live, replica="a", cast=True)):
+            source.publish(1)
+            assert trainer.swap("m", 1, timeout=60).outcome == "committed"
+        assert torch.equal(live["gate"], held["gate"].bfloat16().float())
+
+
+def test_a_name_in_cast_keeps_a_tensor_as_it_is_held(daemon: Daemon) -> None:
+    held, live = made(1), zeros(gate=EXACT)
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        for cast, words in (
+            ({"gat": "float32"}, "'gat' has a cast, and no tensor"),
+            ({"gate": "int8"}, "cast of 'gate' is 'int8'"),
+            ({3: "float32"}, "cast names 3"),
+        ):
+            with pytest.raises(refitd.RefusedError, match=words):
+                trainer.register_source("m", held, cast=cast)
+        source = trainer.register_source("m", held, cast={"*": "bfloat16", "gate": "float32"})
+        with Engine(engine.register_target("m", live, replica="a")):
+            source.publish(1)
+            assert trainer.swap("m", 1, timeout=60).outcome == "committed"
+        assert holds(live, 1)
+
+
+def test_engines_of_three_dtypes_take_one_version_each_rounded_once(daemon: Daemon) -> None:
+    held = made(0)
+    lives = {"a": zeros(), "b": zeros(**dict.fromkeys(held, torch.float16)), "c": zeros(**dict.fromkeys(held, EXACT))}
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        source = trainer.register_source("m", held, cast="bfloat16")
+        targets = [engine.register_target("m", live, replica=name, cast=True) for name, live in lives.items()]
+        with Engine(*targets):
+            for version in (1, 2):
+                fill(held, version)
+                source.publish(version)
+                assert trainer.swap("m", version, timeout=60).outcome == "committed"
+                assert all(holds(live, version) for live in lives.values())
+        assert trainer.verify("m", timeout=60).outcome == "proven"
+
+
+def test_a_fused_destination_takes_rounded_and_unrounded_tensors_of_one_source(daemon: Daemon) -> None:
+    held = {"q": torch.randn(4, 8), "k": torch.randn(4, 8)}
+    fused, exact = torch.zeros(8, 8, dtype=ROUNDED), torch.zeros(4, 8)
+    tiles = (refitd.Tile("q", (0, 0), (4, 8), 0, (8, 1)), refitd.Tile("k", (0, 0), (4, 8), 32, (8, 1)))
+    described = refitd.ParameterMetadata("qk", (8, 8), ROUNDED, 2, owner_rank=0, tiles=tiles)
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        source = trainer.register_source("m", held, cast="bfloat16")
+        both = {"qk": fused}, {"k": exact, "q": torch.zeros(4, 8, dtype=ROUNDED)}
+        targets = [
+            engine.register_target("m", both[0], replica="a", metadata=[described]),
+            engine.register_target("m", both[1], replica="b"),
+        ]
+        with Engine(*targets):
+            for version in (1, 2):
+                held["k"].mul_(1.1)
+                source.publish(version)
+                assert trainer.swap("m", version, timeout=60).outcome == "committed"
+                assert torch.equal(fused, torch.cat([held["q"], held["k"]]).bfloat16())
+                assert torch.equal(exact, held["k"])
+
+
+def test_all_ranks_of_a_source_offer_a_split_tensor_unrounded(daemon: Daemon) -> None:
+    world, live = 2, {name: t.float() for name, t in shards.zeros_like(shards.whole(0)).items()}
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        sources = []
+        for rank in range(world):
+            mine = {name: t.float() for name, t in shards.cut(shards.whole(0), rank, world).items()}
+            metadata = shards.describe(mine, rank, world)
+            options = {"rank": rank, "world_size": world, "metadata": metadata, "cast": "bfloat16"}
+            sources.append((trainer.register_source("m", mine, **options), mine))
+        with Engine(engine.register_target("m", live, replica="a", cast=True)):
+            for version in (1, 2, 3):
+                full = {name: t.float() / 3 for name, t in shards.whole(version).items()}
+                for rank, (source, mine) in enumerate(sources):
+                    for name, tensor in shards.cut(full, rank, world).items():
+                        mine[name].copy_(tensor)
+                    source.publish(version)
+                assert trainer.swap("m", version, timeout=60).outcome == "committed"
+                assert all(torch.equal(live[name], full[name]) for name in live)
+
+
+def test_deltas_and_relays_of_a_source_that_widens_hold_the_exact_values(nodes: Nodes) -> None:
+    first, *others = nodes(3)
+    held = made(0)
+    with first.connect() as trainer, others[0].connect() as one, others[1].connect() as two:
+        source = trainer.register_source("m", held, cast="bfloat16")
+        plain, live = zeros(), zeros(gate=EXACT)
+        with Engine(one.register_target("m", plain, replica="b")):
+            for version in (1, 2):  # rounded, and a delta on a rounded base
+                held["up"][version] += 1
+                source.publish(version)
+                assert trainer.swap("m", version, timeout=60).outcome == "committed"
+            with Engine(two.register_target("m", live, replica="a")):
+                for version in (3, 4, 5):
+                    held["gate"][version % 8] *= 1.01
+                    source.publish(version)
+                    assert trainer.swap("m", version, timeout=60).outcome == "committed"
+                    for mine in (plain, live):
+                        assert all(torch.equal(mine[name], t.to(mine[name].dtype)) for name, t in held.items())
+                    assert trainer.verify("m", timeout=60).outcome == "proven"
+
+
+def test_a_flipping_engine_and_a_streamed_source_follow_each_dtype(daemon: Daemon) -> None:
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        shapes = {name: (tuple(t.shape), t.dtype) for name, t in made(0).items()}
+        source = trainer.declare_source("m", shapes, cast="bfloat16")
+        wanted = {name: (tuple(t.shape), t.dtype) for name, t in zeros(bias=EXACT).items()}
+        live = engine.allocate(wanted)
+        target = engine.register_target("m", live, replica="a")
+        assert target.flips
+        with Engine(target):
+            for version in (1, 2, 3):
+                source.publish_from(version, made(version).items())
+                assert trainer.swap("m", version, timeout=60).outcome == "committed"
+                assert holds(live, version)
+
+
+def test_a_source_that_widened_is_registered_again_with_its_daemon(daemon: Daemon) -> None:
+    held, live = made(0), zeros(gate=EXACT)
+    with daemon.connect(reconnect=True) as trainer:
+        source = trainer.register_source("m", held, cast="bfloat16")
+        with daemon.connect() as engine, Engine(engine.register_target("m", live, replica="a")):
+            fill(held, 1)
+            source.publish(1)
+            assert trainer.swap("m", 1, timeout=60).outcome == "committed"
+        daemon.kill()
+        daemon.start()
+        with daemon.connect() as engine, Engine(engine.register_target("m", live, replica="a")):
+            fill(held, 2)
+            source.publish(2)
+            assert trainer.swap("m", 2, timeout=60).outcome == "committed"
+            assert holds(live, 2)
