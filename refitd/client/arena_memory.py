@@ -319,10 +319,15 @@ class ArenaMemory:
     def _may_flip(
         self, tensors: TargetTensors, live: tuple[Place, ...], device: str | torch.device | None, *, must: bool
     ) -> bool:
-        """Return whether versions can go live by exchanging arenas; raise RefusedError if they `must` and cannot."""
+        """Return whether versions can go live by exchanging arenas; raise RefusedError if they `must` and cannot.
+
+        A rank without elements has no memory to exchange, and takes part in the exchanges of its replica.
+        """
         from refitd.client.devices import number_of
         from refitd.client.flip import obstacle
 
+        if not any(tensor.numel() for tensor in tensors.tensors):
+            return False
         found = obstacle(tensors, live, self._contents, None if device is None else number_of(device))
         if not found and any(one.arenas() & {live[0].arena} for one in self._registered):
             found = "its arena holds tensors of another registration, which an exchange would take from it"

@@ -108,6 +108,26 @@ class TakeOver:
                     state.changed.notify_all()
         return prepare.version
 
+    def ends_elsewhere(self, prepare: local.PrepareCommit) -> bool:
+        """Wait for a commit of this version on another thread; return whether that made the version live.
+
+        Raises:
+            CommitError: that commit failed, or has not ended in time.
+        """
+        state = self._state
+        with state.lock:
+            is_elsewhere = state.taking is prepare and state.taker != threading.get_ident()
+            if is_elsewhere and not state.changed.wait_for(lambda: state.taking is not prepare, APPLY_TIMEOUT_S):
+                raise CommitError(
+                    f"{state.who}: another thread has been committing version {prepare.version} for "
+                    f"{APPLY_TIMEOUT_S:.0f} s; look at that thread's stack"
+                )
+            if state.prepare is prepare:
+                return False  # still pending, or an interrupted report is missing
+            if self._failed[0] == prepare.swap:
+                raise CommitError(self._failed[1])
+            return state.taken == prepare.swap
+
     def _to_its_end(self, prepare: local.PrepareCommit, started: float) -> None:
         try:
             self._take_over(prepare, started)

@@ -177,6 +177,9 @@ class Target:
         An interrupt (Ctrl-C) while a version is taken over is raised once that has ended: the version is live, or the
         swap knows that this rank has failed.
 
+        If another thread is committing the pending version (a cancelled `wait_async`, say), it ends first, and its
+        result is returned or raised.
+
         Raises:
             CommitError: the commit failed; this rank then serves no version.
             PeerLost: the daemon has ended (the tensors keep their version), and the client does not reconnect.
@@ -207,6 +210,8 @@ class Target:
         if prepare is None or self._is_called_back:  # the callback's thread commits, and may be doing so
             state.check_connected()
             return None
+        if self._take_over.ends_elsewhere(prepare):
+            return prepare.version
         return self._take_over.apply(prepare)
 
     def wait(self, version: int, timeout: float = 60.0) -> int:
@@ -238,9 +243,11 @@ class Target:
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:
             self._give_up(given_up)
-            await asyncio.wait([waiting])  # a commit that has begun ends first
+            while not waiting.done():  # a commit that has begun ends first, also if this is cancelled once more
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([waiting])
             if not waiting.cancelled():
-                waiting.exception()  # nobody asks for it
+                waiting.exception()  # mark it as retrieved
             raise
         finally:
             self._give_up(given_up)

@@ -155,14 +155,17 @@ class TensorSet:
         self.offsets, self.packed_bytes = packed_offsets([t.numel() * t.element_size() for t in self.tensors])
 
     def places(self, arenas: Mapping[int, Home]) -> tuple[Place, ...]:
-        """Return every tensor's place in the arenas; () unless all lie in arenas. Empty tensors fit anywhere."""
+        """Return every tensor's place in the arenas; () unless all lie in arenas. Empty tensors fit anywhere.
+
+        A set of only empty tensors has no place: its arena would be one of other registrations.
+        """
         found: list[Place | None] = []
         for tensor in self.tensors:
             place = place_of(tensor, arenas) if tensor.numel() else None
             if place is None and tensor.numel():
                 return ()
             found.append(place)
-        home = next((place.arena for place in found if place is not None), next(iter(arenas), None))
+        home = next((place.arena for place in found if place is not None), None)
         if home is None:
             return ()
         return tuple(

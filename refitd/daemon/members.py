@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from refitd.addressing.places import PROCESS_MEMORY, LocalTensor, Places, places_of
 from refitd.buffers.layout import extent, row_major_strides
@@ -313,7 +314,7 @@ def new_member(
     check_shard(r.shard)
     if isinstance(r, RegisterTarget):
         check_held(r)
-        is_placed = bool(r.live) or not r.shard.tensors
+        is_placed = bool(r.live) or not any(prod(tensor.shape) for tensor in r.shard.tensors)
         if r.in_place and (not is_placed or not r.pauses or r.conversions):
             raise RefusedError(
                 f"model {r.model!r} replica {r.replica!r} rank {r.rank}: to be written in place, tensors must lie in "
