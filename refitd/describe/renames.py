@@ -3,6 +3,8 @@
     "decoder.layers.{layer}.mlp.linear_fc2.weight": "model.layers.{layer}.mlp.down_proj.weight"
     "decoder.layers.{layer}.mlp.linear_fc1.weight": Fused((Part(gate, 11008), Part(up, 11008)))
     "embedding.word_embeddings.weight":             Padded("model.embed_tokens.weight", 32003)
+    "model.layers.{layer}.mlp.gate_proj.weight":    Part("model.layers.{layer}.mlp.gate_up.weight", 11008)
+    "model.layers.{layer}.mlp.up_proj.weight":      Part("model.layers.{layer}.mlp.gate_up.weight", 11008, first=11008)
 
 Patterns are matched against the names that a description has already: layers and experts are numbered over the whole
 model. A tensor's tiles, whatever cut them (TP, FSDP, several experts in one tensor), are intersected with the parts:
@@ -28,15 +30,20 @@ from refitd.text import nearest, shown
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Consecutive rows of a fused tensor, and where they lie in a canonical tensor.
+    """Consecutive rows of a fused tensor, and their place in a canonical tensor.
+
+    Alone, as the value of a pattern, it says that the tensor is some rows of the canonical one:
+    `{"gate": Part("gate_up", 512), "up": Part("gate_up", 512, first=512)}`.
 
     Attributes:
         tensor: the canonical name; it may use the placeholders of the pattern.
-        rows: the number of rows in the whole fused tensor.
+        rows: the number of rows in the whole fused tensor, over all ranks.
         first: the row of the canonical tensor that the first of them is.
         step: the distance between two of them in the canonical tensor (2: every other row).
         stack: if not 0, the canonical tensor has one more dimension in front, of this size, indexed by {expert}.
         is_transposed: whether rows of the fused tensor are columns of the canonical one.
+        whole: the number of rows of the whole canonical tensor. 0: up to the last row that this map names for it, in
+            parts of this rule and in parts of other rules that are other rows.
     """
 
     tensor: str
@@ -45,6 +52,12 @@ class Part:
     step: int = 1
     stack: int = 0
     is_transposed: bool = False
+    whole: int = 0
+
+    @property
+    def end(self) -> int:
+        """The row of the canonical tensor after the last one of this part."""
+        return self.first + (self.rows - 1) * self.step + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +84,8 @@ class Padded:
     fill: float = 0.0
 
 
-Names = Mapping[str, str | Fused | Padded]
+Rule = str | Part | Fused | Padded
+Names = Mapping[str, Rule]
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -81,7 +95,7 @@ def rename(metas: Sequence[ParameterMetadata], names: Names, *, is_target: bool)
 
     Args:
         metas: descriptions with canonical names of their own framework.
-        names: {pattern: canonical name, Fused or Padded}. `{layer}`, `{expert}` and other placeholders stand for
+        names: {pattern: canonical name, Part, Fused or Padded}. `{layer}`, `{expert}` and other placeholders stand for
             digits, `{rest}` for anything. The first pattern that matches counts.
         is_target: whether the tensors are written, so that padding needs a fill.
 
@@ -110,9 +124,10 @@ class _Rules:
 
     def __init__(self, names: Names) -> None:
         if not isinstance(names, Mapping):
-            raise PlanError(f"names is {shown(names)}, expected {{pattern: canonical name, Fused or Padded}}")
+            raise PlanError(f"names is {shown(names)}, expected {{pattern: canonical name, Part, Fused or Padded}}")
         self._rules: list[tuple[re.Pattern[str], str | Fused | Padded]] = []
         self._patterns = list(names)
+        self._parts: dict[str, list[tuple[Fused, Part]]] = {}  # by canonical name, with the rules that they are of
         problems: list[str] = []
         for pattern, rule in names.items():
             if problem := _rule_problem(pattern, rule):
@@ -123,9 +138,25 @@ class _Rules:
                 re.escape(piece) if i % 2 == 0 else f"(?P<{piece}>{'.+' if piece == 'rest' else '[0-9]+'})"
                 for i, piece in enumerate(split)
             )
-            self._rules.append((re.compile(text), rule))
+            kept = Fused((rule,)) if isinstance(rule, Part) else rule
+            self._rules.append((re.compile(text), kept))
+            if isinstance(kept, Fused):
+                for part in kept.parts:
+                    self._parts.setdefault(part.tensor, []).append((kept, part))
         if problems:
             raise PlanError(problems)
+
+    def rows_of(self, part: Part, rule: Fused) -> int:
+        """Return the rows of the whole canonical tensor that a rule's part is of.
+
+        Other rules count if their parts are other rows: {"gate": rows 0:4 of w, "up": rows 4:8 of w} gives 8 for both.
+        Parts with rows in common are of alternatives: a map may cover models, or layers, of several sizes.
+        """
+        if part.whole:
+            return part.whole
+        found = [p.whole or p.end for p in rule.parts if p.tensor == part.tensor]
+        others = [p for r, p in self._parts.get(part.tensor, ()) if r is not rule and not _meet(p, part)]
+        return max(found + [p.whole or p.end for p in others])
 
     def find(self, name: str, subject: str) -> tuple[str | Fused | Padded, dict[str, str]]:
         """Return the rule for a name, and the values of its placeholders; `subject` is for the error."""
@@ -156,19 +187,22 @@ def _rule_problem(pattern: object, rule: object) -> str:
         targets = [rule.tensor]
         if rule.rows < 1:
             return f"is {rule}, expected 1 row or more"
-    elif isinstance(rule, Fused):
+    elif isinstance(rule, Part | Fused):
+        rule = Fused((rule,)) if isinstance(rule, Part) else rule
         targets = [part.tensor for part in rule.parts]
         groups = 1 if rule.groups is None else rule.groups
         if not rule.parts or groups < 1 or any(p.rows < 1 or p.rows % groups for p in rule.parts):
             return f"is {rule}, expected parts with rows that the groups divide"
         if any(p.first < 0 or p.step < 1 or p.stack < 0 for p in rule.parts):
             return f"is {rule}, expected first and stack of 0 or more, step of 1 or more"
+        if short := next((p for p in rule.parts if p.whole and p.whole < p.end), None):
+            return f"says that {short.tensor} has {short.whole} rows (whole), and names rows of it up to {short.end}"
         if any(p.stack for p in rule.parts) and "expert" not in known:
             return "stacks experts, and the pattern has no {expert}"
         if twice := _taken_twice(rule.parts):
             return f"takes rows of {twice} twice"
     else:
-        return f"is {shown(rule)}, expected a canonical name, Fused or Padded"
+        return f"is {shown(rule)}, expected a canonical name, Part, Fused or Padded"
     if unknown := sorted({mark for target in targets for mark in _PLACEHOLDER.findall(target)} - set(known)):
         return f"has no {{{unknown[0]}}}, and its canonical name has"
     return ""
@@ -186,7 +220,9 @@ def _meet(one: Part | None, other: Part | None) -> bool:
     """Whether two parts of one canonical tensor, None for all of it, have elements in common."""
     if one is None or other is None or one.is_transposed != other.is_transposed:
         return True
-    rows, others = (range(p.first, p.first + p.rows * p.step, p.step) for p in (one, other))
+    if one.end <= other.first or other.end <= one.first:
+        return False
+    rows, others = (range(p.first, p.end, p.step) for p in (one, other))
     return not set(rows).isdisjoint(others)
 
 
@@ -208,7 +244,9 @@ class _Given:
                     if old != name and _meet(part, other):
                         rows = "" if part is None and other is None else "rows of "
                         raise PlanError(
-                            f"{meta.name}: names give {rows}{new} to {old} and to {name}; give each its own"
+                            f"{meta.name}: names give {rows}{new} to {old} and to {name}; give each its own, or if "
+                            f"each is some of its rows, say which: {old!r}: Part({new!r}, rows=N), "
+                            f"{name!r}: Part({new!r}, rows=M, first=N)"
                         )
                 if (part, name) not in there:
                     there.append((part, name))
@@ -245,9 +283,11 @@ def _renamed(meta: ParameterMetadata, rules: _Rules, is_target: bool) -> Paramet
             raise PlanError(f"{meta.name}: {problem}; check the config that names were made of, and the tensor's split")
         if isinstance(rule, Padded):
             fill = rule.fill if is_target and fill is None else fill
-            rule = Fused((Part(rule.tensor, rule.rows),))
+            rule = Fused((Part(rule.tensor, rule.rows, whole=rule.rows),))
         for part in rule.parts:
-            shapes[_filled(part.tensor, marks)] = None if shape is None else _canonical_shape(part, rule, shape[1:])
+            shapes[_filled(part.tensor, marks)] = (
+                None if shape is None else _canonical_shape(part, rules.rows_of(part, rule), shape[1:])
+            )
         tiles += [found for tile in held for found in _composed(tile, rule, marks)]
     only = next(iter(shapes)) if len(shapes) == 1 else None
     return replace(
@@ -319,9 +359,8 @@ def _stack_problem(rule: Fused | Padded, marks: Mapping[str, str]) -> str:
     return ""
 
 
-def _canonical_shape(part: Part, rule: Fused, trailing: Sequence[int]) -> tuple[int, ...]:
-    """Return the whole shape of the canonical tensor that a part lies in."""
-    rows = max(p.first + (p.rows - 1) * p.step + 1 for p in rule.parts if p.tensor == part.tensor)
+def _canonical_shape(part: Part, rows: int, trailing: Sequence[int]) -> tuple[int, ...]:
+    """Return the whole shape of the canonical tensor that a part is of, which has this many rows."""
     shape = (*trailing, rows) if part.is_transposed else (rows, *trailing)
     return (part.stack, *shape) if part.stack else shape
 

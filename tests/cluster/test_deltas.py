@@ -159,6 +159,7 @@ def test_a_wrong_base_is_known_however_late_its_daemon_hears_of_it(nodes: Callab
     live = pair.empty(flips=True)
     pair.add(live, "a", mode="flip")
     pair.swap(1)
+    pair.digested(1)
     live["norm"].view(torch.int16)[900] ^= 1
     changed(pair.held, 0.01, 2)
     pair.source.publish(2)

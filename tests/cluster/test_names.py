@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import refitd
-from refitd.names import megatron_to_hf
+from refitd.names import Part, megatron_to_hf
 from refitd.testing import Daemon, Engine
 from tests.support.hf_tensors import hf_shapes, numbered
 from tests.support.megatron_cuts import PAD, Job
@@ -133,3 +133,19 @@ def test_a_module_is_described_again_under_the_same_names(daemon: Daemon) -> Non
         with Engine(target):
             trainer.swap("policy", 1)
     assert torch.equal(live["w"], torch.ones(2, 3))
+
+
+def test_halves_of_a_tensor_are_sent_to_and_taken_from_one_that_holds_both(daemon: Daemon) -> None:
+    """Neither side's rows begin where the other's do: 6 rows of gate_up are 4 of gate and 2 of up."""
+    names = {"gate": Part("gate_up", 4), "up": Part("gate_up", 2, first=4)}
+    halves = {"gate": torch.randn(4, 3), "up": torch.randn(2, 3)}
+    whole, back = {"gate_up": torch.zeros(6, 3)}, {name: torch.zeros_like(half) for name, half in halves.items()}
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        trainer.register_source("halves", halves, names=names).publish(1)
+        with Engine(engine.register_target("halves", whole, replica="a")):
+            trainer.swap("halves", 1)
+        assert torch.equal(whole["gate_up"], torch.cat([halves["gate"], halves["up"]]))
+        trainer.register_source("whole", whole).publish(1)
+        with Engine(engine.register_target("whole", back, replica="a", names=names)):
+            trainer.swap("whole", 1)
+        assert all(torch.equal(back[name], half) for name, half in halves.items())

@@ -220,6 +220,48 @@ def test_two_tensors_of_a_source_that_give_the_same_rows_are_refused(one: Any, o
         assert len(rename(both, names, is_target=False)) == 2
 
 
+@pytest.mark.parametrize("ways", [1, 2])
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"l{n}.gate": Part("l{n}.w", 4), "l{n}.up": Part("l{n}.w", 8, first=4)},
+        {"l{n}.gate": Part("l{n}.w", 4, whole=12), "l{n}.{rest}": Fused((Part("l{n}.w", 8, first=4),))},
+    ],
+)
+def test_two_tensors_may_be_rows_of_one_canonical_tensor(names: Any, ways: int) -> None:
+    """Either side may hold the halves: l0.gate and l0.up, over one or two ranks, are l0.w of the other side."""
+    halves: dict[int, Any] = {}
+    for rank in range(ways):
+        both = [tp(name, (rows // ways, 5), range(ways))[rank] for name, rows in (("l0.gate", 4), ("l0.up", 8))]
+        halves[rank] = both
+        for is_target in (False, True):
+            found = rename(both, names, is_target=is_target)
+            assert {m.resolved_name for m in found} == {"l0.w"} and {m.global_shape for m in found} == {(12, 5)}
+            assert [t.offset[0] for m in found for t in tiles_of(m)] == [rank * 4 // ways, 4 + rank * 8 // ways]
+    whole = [meta("l0.w", (12, 5))]
+    for is_source in (True, False):
+        renamed_halves = {rank: rename(both, names, is_target=not is_source) for rank, both in halves.items()}
+        if is_source:
+            rosters = [Roster(rank, source=tuple(found)) for rank, found in renamed_halves.items()]
+            rosters.append(Roster(9, destination=tuple(whole)))
+        else:
+            rosters = [Roster(rank, destination=tuple(found)) for rank, found in renamed_halves.items()]
+            rosters.append(Roster(9, source=tuple(whole)))
+        assert plan_copies(rosters).table.total_bytes == 12 * 5 * 2
+
+
+def test_halves_that_are_named_whole_are_refused_with_the_way_to_write_them() -> None:
+    both = [meta("gate", (4, 5)), meta("up", (4, 5))]
+    with pytest.raises(PlanError, match=r"say which: 'gate': Part\('w', rows=N\), 'up': Part\('w', rows=M, first=N\)"):
+        rename(both, {"gate": "w", "up": "w"}, is_target=False)
+
+
+def test_rules_for_layers_of_two_sizes_do_not_make_one_tensor_larger() -> None:
+    names = {"dense{n}": Fused((Part("w{n}", 8), Part("v{n}", 8))), "moe{n}": Fused((Part("w{n}", 2), Part("v{n}", 2)))}
+    (found,) = rename([meta("moe1", (4, 5))], names, is_target=False)
+    assert {tile.tensor: tile.size for tile in tiles_of(found)} == {"w1": (2, 5), "v1": (2, 5)}
+
+
 def test_experts_of_one_stack_are_given_by_tensors_of_their_own() -> None:
     names = {"e{expert}.w": Fused((Part("w", 6, stack=4),)), "x{expert}.w": Fused((Part("w", 6, stack=4),))}
     assert len(rename([meta(f"e{expert}.w", (6, 8)) for expert in range(4)], names, is_target=False)) == 4
@@ -230,14 +272,15 @@ def test_experts_of_one_stack_are_given_by_tensors_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (["a"], "expected {pattern: canonical name, Fused or Padded}"),
+        (["a"], "expected {pattern: canonical name, Part, Fused or Padded}"),
         ({"": "a"}, "expected a pattern of names"),
         ({3: "a"}, "has the key 3 (int), expected a pattern of names"),
-        ({"a": 3}, "is 3 (int), expected a canonical name, Fused or Padded"),
+        ({"a": 3}, "is 3 (int), expected a canonical name, Part, Fused or Padded"),
         ({"a.{layer}.{layer}": "b"}, "has a placeholder twice"),
         ({"a.{layer}": "b.{expert}"}, "has no {expert}"),
         ({"a": Fused(())}, "expected parts"),
         ({"a": Fused((Part("b", 3),), groups=2)}, "expected parts with rows that the groups divide"),
+        ({"a": Part("b", 3, first=1, whole=3)}, "b has 3 rows (whole), and names rows of it up to 4"),
         ({"a": Padded("b", 0)}, "expected 1 row or more"),
         ({"a": Fused((Part("b", 2), Part("c", 1), Part("b", 2, first=1)))}, "takes rows of b twice"),
         ({"a": Fused((Part("b", 3, stack=2),))}, "stacks experts, and the pattern has no {expert}"),
