@@ -52,6 +52,12 @@ class Permit:
         self._words = memoryview(page.bytes.data)[slot * 16 : slot * 16 + 16].cast("Q")
         self._token = token
 
+    @property
+    def is_given(self) -> bool:
+        """Whether this rank has a permit, ended or not; False: it was revoked, or none was given yet."""
+        until = self._words[1]
+        return self._words[0] == self._token and until > 0
+
     def left_s(self) -> float:
         """Return for how many more seconds this rank may serve; 0 or less: it may not."""
         until = self._words[1]

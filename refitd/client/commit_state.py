@@ -15,9 +15,6 @@ from refitd.protocol.base import Message
 
 _log = logging.getLogger("refitd.client")
 
-# A permit that ended longer ago was never given, or was withdrawn.
-MAX_SAID_S = 86_400.0
-
 
 class CommitState:
     """Shared by the polling thread, a callback's thread and the notification thread. `changed` guards it."""
@@ -81,10 +78,14 @@ class CommitState:
             return f"its permit has ended, and {self.away}; it serves again when the coordinator has confirmed it"
         if self.failure is not None:
             return f"the daemon is gone ({self.failure.message}); connect and register again"
-        since = f"its permit ended {-left_s:.1f} s ago" if left_s > -MAX_SAID_S else "it has no permit"
+        if not permit.is_given:
+            return (
+                "it has no permit: the coordinator has not confirmed yet that its version is live, or has refused "
+                "this rank; look at `refitctl status`"
+            )
         return (
-            f"{since}: its node has not heard of the coordinator in time, or does not answer, so that another version "
-            "may be live; look at `refitctl status`"
+            f"its permit ended {-left_s:.1f} s ago: its node has not heard of the coordinator in time, or does not "
+            "answer, so that another version may be live; look at `refitctl status`"
         )
 
     def check_connected(self) -> None:

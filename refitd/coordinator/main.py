@@ -155,6 +155,8 @@ class CoordinatorShell:
             for _ in range(_BATCH):
                 if (received := self._router.receive(self._limit_of)) is None:
                     break
+                # an answer renews permits from when the message was sent: not later than the lead ends
+                self._journal.guard()
                 self._take(received)
             if (now := time.monotonic()) >= deadline:
                 next_tick = now + _TICK_S

@@ -19,7 +19,6 @@ from refitd.daemon.target_state import (
     Committed,
     CommittedByCopy,
     Decided,
-    Doubted,
     Failed,
     FellBehind,
     Live,
@@ -101,23 +100,13 @@ class Commits:
             member.move(StoodStill(swap))
             self._say(cluster.MemberQuiet(swap=swap, member=member.id))
 
-    def fence(self, reason: str) -> None:
-        """Fence members with a staged version: it may have been decided without this node hearing of it."""
-        for member in self._members.values():
-            if member.state.staged is not None and member.state.live is not Live.DOUBTED:
-                member.move(Doubted(reason))
-                self._tell_fence(member, reason)
-
     def fence_behind(self, member: LocalMember, reason: str) -> None:
         """Fence a member until it has caught up: it does not hold the live version."""
         is_news = member.state.live is not Live.BEHIND  # one that is left out is fenced again at each decision
         member.move(FellBehind(reason))
-        self._tell_fence(member, reason, is_news=is_news)
-
-    def _tell_fence(self, member: LocalMember, reason: str, *, is_news: bool = True) -> None:
         if member.session is not None:
             if is_news:
-                self._log("fenced" if reason else "unfenced", member=member.id, reason=reason)
+                self._log("fenced", member=member.id, reason=reason)
             self._out(ToClient(member.session, 0, local.Fence(member=member.id, reason=reason)))
 
     def aborted(self, swap: str, reason: str) -> None:
@@ -137,8 +126,6 @@ class Commits:
                 is_poisoned = member.state.live is Live.POISONED
                 resume = local.Resume(swap=swap, member=member.id, reason=reason, is_poisoned=is_poisoned)
                 self._out(ToClient(member.session, 0, resume))
-            if before.live is Live.DOUBTED and not member.state.live.is_fenced:
-                self._tell_fence(member, "")
 
     # --- commit -------------------------------------------------------------------------------------------
 

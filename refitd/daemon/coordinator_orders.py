@@ -158,14 +158,14 @@ class CoordinatorOrders:
         parts.link.say(message, number)
 
     def tick(self) -> None:
-        """Send a heartbeat, or say hello; fence what is staged once the coordinator is silent."""
+        """Send a heartbeat, or say hello; fail what waits for a coordinator that is silent."""
         parts = self._parts
         if parts.link.boot:
             self._beat(parts.update())
+            parts.registrations.readmit_refused()
         else:
             self._hello()
         if parts.link.boot and parts.link.is_silent:
             parts.log("coordinator-silent", seconds=parts.link.unheard_s)
             parts.link.boot = ""
-            parts.commits.fence("the coordinator is out of reach, and may have decided")
             parts.link.fail_all(f"the coordinator has said nothing for {COORDINATOR_SILENCE_S:.0f} s")

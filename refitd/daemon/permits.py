@@ -18,6 +18,10 @@ class Permits:
 
     An answer proves only that this node was alive when it sent the heartbeat. So a permit lasts from the sending, not
     from the answer.
+
+    A rank that the present coordinator has not admitted yet serves on until the permit of the previous coordinator
+    ends: a new coordinator, and one that lost this node, decides nothing before such permits have ended, or their ranks
+    have registered. That permit is not prolonged.
     """
 
     def __init__(self, members: dict[str, LocalMember], out: Callable[[Instruction], None]) -> None:
@@ -46,7 +50,7 @@ class Permits:
                 self.renew(member)
 
     def granted(self, boot: str, lasts_s: float) -> None:
-        """Store the lease of a coordinator that accepted this node; ranks it has not admitted yet may not serve."""
+        """Store the lease of a coordinator that accepted this node; it prolongs permits of ranks that it admits."""
         self._boot, self._lasts_s = boot, lasts_s
 
     def check_free(self) -> None:
@@ -73,13 +77,21 @@ class Permits:
             member.permit, member.on_move = None, lambda _: None
             self._written.pop(member.id, None)
 
+    def refuse(self, member: LocalMember) -> None:
+        """Revoke the permit of a rank that the present coordinator has refused."""
+        if member.permit is not None:
+            self._write(member, 0.0)
+
     def renew(self, member: LocalMember) -> None:
         """Write a rank's present permit."""
-        if member.permit is not None:
-            may = member.state.may_serve and member.boot == self._boot
-            until = self._until if may else 0.0
-            if until != self._written.get(member.id):
-                self._write(member, until)
+        if member.permit is None:
+            return
+        written = self._written.get(member.id, 0.0)
+        until = self._until if member.boot == self._boot else written
+        if not member.state.may_serve:
+            until = 0.0
+        if until != written:
+            self._write(member, until)
 
     def _write(self, member: LocalMember, until: float) -> None:
         assert member.permit is not None

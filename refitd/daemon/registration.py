@@ -17,7 +17,7 @@ from refitd.daemon.retained import RetainedTargets, is_restoring
 from refitd.daemon.sessions import ClientSession
 from refitd.daemon.target_state import ContentRefused, ContentRestored, Live, Suspended, Woken, WokenEmpty
 from refitd.daemon.verification import Proofs
-from refitd.errors import IllegalTransition, RefitdError, RefusedError
+from refitd.errors import IllegalTransition, RefitdError, RefusedError, TransportError
 from refitd.events import Log
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message, clipped
@@ -57,6 +57,7 @@ class LocalRegistrations:
         self._out = out
         self._drop = drop
         self._described: set[str] = set()  # digests of the shards that this coordinator has been sent
+        self._refused: dict[str, str] = {}  # ranks that this coordinator has not admitted -> why, as logged
 
     def prepare(
         self, session: int, pid: int, message: local.RegisterSource | local.RegisterTarget
@@ -352,6 +353,7 @@ class LocalRegistrations:
     def readmit(self) -> None:
         """Announce every rank to a coordinator that does not know this node, or has dropped it."""
         self._described.clear()
+        self._refused.clear()
         for member in self._members.values():
             member.boot = ""  # also if it is the same coordinator
             if not is_restoring(member):
@@ -359,10 +361,25 @@ class LocalRegistrations:
 
     def readmitted(self, about: Readmitted, reply: Message) -> None:
         """Handle the coordinator's answer about a rank that was announced again."""
-        if isinstance(reply, local.Failure):
-            self._out(Log("not-readmitted", {"member": about.member.id, "reason": reply.message}))
-        elif about.member.id in self._members:
-            self._agreed(about.member)
+        member = about.member
+        if member.id not in self._members:
+            self._refused.pop(member.id, None)
+        elif isinstance(reply, local.Failure):
+            if self._refused.get(member.id) != reply.message:
+                self._out(Log("not-readmitted", {"member": member.id, "reason": reply.message}))
+            self._refused[member.id] = reply.message
+            if reply.code != TransportError.code:  # otherwise the coordinator has not heard of it
+                self._permits.refuse(member)
+        else:
+            self._refused.pop(member.id, None)
+            self._agreed(member)
+
+    def readmit_refused(self) -> None:
+        """Announce the ranks again that the coordinator has refused or not heard of; called each second."""
+        if self._link.is_up:
+            for member in [self._members.get(one) for one in self._refused]:
+                if member is not None and not is_restoring(member):
+                    self._tell(0, 0, member, Readmitted(member))
 
     def tell_again(self, session: int, request: int, about: Described) -> None:
         """Announce a rank again, now with its description: the coordinator has forgotten it."""

@@ -62,7 +62,6 @@ class Live(enum.Enum):
     EMPTY = "empty"  # nothing to serve: before the first version, or after a failed commit
     SERVING = "serving"
     WRITTEN = "written"  # workers write them in place: parts of two versions
-    DOUBTED = "doubted"  # fenced: the staged version may have been decided
     BEHIND = "behind"  # fenced: another version is live
     SUSPENDED = "suspended"  # the process has put its tensors away, and takes part in no swap
     POISONED = "poisoned"  # parts of two versions; only another swap can repair that
@@ -70,7 +69,7 @@ class Live(enum.Enum):
     @property
     def is_fenced(self) -> bool:
         """Whether the rank must not serve the version that it holds."""
-        return self in (Live.DOUBTED, Live.BEHIND)
+        return self is Live.BEHIND
 
 
 # --- events -----------------------------------------------------------------------------------------------
@@ -170,13 +169,6 @@ class Aborted:
 
 
 @dataclass(frozen=True, slots=True)
-class Doubted:
-    """The coordinator is out of reach, and may have decided the staged version."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class FellBehind:
     """The coordinator says that another version is live."""
 
@@ -211,7 +203,7 @@ OfSwap: TypeAlias = (
     | Failed
     | Aborted
 )
-Event: TypeAlias = ContentRestored | ContentRefused | OfSwap | Doubted | FellBehind | Suspended | Woken | WokenEmpty
+Event: TypeAlias = ContentRestored | ContentRefused | OfSwap | FellBehind | Suspended | Woken | WokenEmpty
 
 
 # --- state ------------------------------------------------------------------------------------------------
@@ -292,7 +284,6 @@ STEPS: Mapping[tuple[type[Event], Step], Step] = {
     (Failed, Step.COMMITTING): Step.IDLE,
     (Failed, Step.APPLYING): Step.IDLE,
     **{(Aborted, step): Step.IDLE for step in _UNDECIDED},
-    **{(Doubted, step): step for step in _STAGED},
     **{(FellBehind, step): step for step in Step if step is not Step.RESTORING},
     (Suspended, Step.IDLE): Step.IDLE,
     (Woken, Step.IDLE): Step.IDLE,
@@ -305,11 +296,8 @@ LIVES: Mapping[tuple[type[Event], Live], Live] = {
     **{(Committed, live): Live.SERVING for live in Live if live is not Live.POISONED},
     **{(CommittedByCopy, live): Live.SERVING for live in Live if live is not Live.POISONED},
     **{(Failed, live): Live.EMPTY for live in Live if live is not Live.POISONED},
-    (Aborted, Live.DOUBTED): Live.SERVING,
     (Aborted, Live.WRITTEN): Live.POISONED,
-    (Doubted, Live.SERVING): Live.DOUBTED,
     (FellBehind, Live.SERVING): Live.BEHIND,
-    (FellBehind, Live.DOUBTED): Live.BEHIND,
     (FellBehind, Live.SUSPENDED): Live.BEHIND,
     (Suspended, Live.SERVING): Live.SUSPENDED,
     (Woken, Live.SUSPENDED): Live.SERVING,
@@ -380,4 +368,4 @@ def _reason(event: Event, live: Live) -> str:
     """Return why a rank is fenced or poisoned; "" for any other state."""
     if isinstance(event, Aborted) and live is Live.POISONED:
         return f"swap {event.swap} ended while it was written in place: {event.reason}"
-    return event.reason if isinstance(event, Doubted | FellBehind) else ""
+    return event.reason if isinstance(event, FellBehind) else ""

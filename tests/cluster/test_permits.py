@@ -90,6 +90,58 @@ def test_engines_stop_serving_when_no_coordinator_has_answered_in_time(start_dae
     fleet.close()
 
 
+@pytest.mark.parametrize("end", ["killed", "stopped"])
+def test_engines_serve_without_a_gap_across_a_take_over(start_daemon: Callable[..., Daemon], end: str) -> None:
+    daemon = start_daemon("[deadlines]\nlease_s = 60.0\n", standalone=False)
+    coordinator = daemon.start_coordinator()
+    fleet = Fleet(daemon)
+    served = Served(fleet.target)
+    for _ in range(2):
+        (coordinator.kill if end == "killed" else coordinator.stop)()
+        coordinator = daemon.start_coordinator()
+        eventually(fleet.knows_model, "it is admitted again", 30)
+    fleet.publish(3)
+    with Engine(fleet.target):
+        assert fleet.trainer.swap("policy", 3, timeout=60).outcome == "committed"
+    eventually(lambda: 3 in served.versions, "it was seen to serve version 3")
+    versions = served.end()
+    del versions[versions.index(3) :]
+    while versions and versions[-1] is None:
+        del versions[-1]  # while it took over version 3
+    assert set(versions) == {2} and fleet.target.version == 3
+    fleet.close()
+
+
+@pytest.mark.slow
+def test_a_rank_with_a_staged_version_serves_on_while_no_coordinator_answers(
+    start_daemon: Callable[..., Daemon],
+) -> None:
+    """The decision was held for a lost node; then the coordinator is killed, and its successor aborts the swap."""
+    daemon = start_daemon("[deadlines]\nlease_s = 60.0\n[models.policy]\ncatch_up = false\n", standalone=False)
+    coordinator = daemon.start_coordinator()
+    other = start_daemon(name="n1", joins=daemon.endpoint)
+    fleet = Fleet(daemon)
+    with other.connect() as lost:
+        engine = lost.register_target("policy", shards.zeros_like(fleet.tensors), replica="b")
+        fleet.publish(3)
+        with Engine(fleet.target, engine):
+            assert fleet.trainer.swap("policy", 3, timeout=60).outcome == "committed"
+        other.kill()
+        eventually(lambda: len(fleet.trainer.status().nodes) == 1, "the node is lost", 30)
+        fleet.publish(4)
+        served = Served(fleet.target)
+        running = RunningSwap(daemon.connect(), "policy", 4, timeout=90)
+        eventually(lambda: "event=held" in daemon.log(), "the decision waits for the permit of b")
+        coordinator.kill()
+        eventually(lambda: "event=coordinator-silent" in daemon.log(), "the daemon has missed it", 30)
+        daemon.start_coordinator()
+        eventually(fleet.knows_model, "it is admitted again", 30)
+        with pytest.raises(refitd.RefitdError):
+            running.result()
+        assert set(served.end()) == {3}
+    fleet.close()
+
+
 def test_engines_stop_serving_when_their_daemon_is_gone(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(COORDINATED)
     fleet = Fleet(daemon)

@@ -23,7 +23,6 @@ EVENTS: tuple[t.Event, ...] = (
     *(kind(swap, version) for swap in SWAPS for version in (1, 2) for kind in (t.StageBegan, t.Decided)),
     *(t.SpareStaged(swap, version) for swap in SWAPS for version in (1, 2)),
     *(t.Aborted(swap, "why") for swap in SWAPS),
-    t.Doubted("out of reach"),
     t.FellBehind("2 is live"),
     t.Suspended(),
     t.Woken(),
@@ -104,12 +103,10 @@ def test_a_restoring_rank_can_do_nothing_else() -> None:
     assert step_of(restoring(1, "r", flips=True), t.ContentRefused()) == fresh(in_place=False, flips=True)
 
 
-def test_doubt_ends_with_the_word_about_the_swap_and_being_behind_only_with_another_version() -> None:
+def test_being_behind_ends_only_with_another_version() -> None:
     staged = run(TargetState(live=Live.SERVING, version=1), t.StageBegan("s", 2), t.StageFinished("s"))
-    doubted = run(staged, t.Doubted("out of reach"))
-    assert not doubted.may_serve and doubted.live is Live.DOUBTED
-    assert run(doubted, t.Aborted("s", "x")).live is Live.SERVING
-    behind = run(doubted, t.FellBehind("3 is live"), t.Aborted("s", "x"))
+    assert staged.may_serve and run(staged, t.Aborted("s", "x")).live is Live.SERVING
+    behind = run(staged, t.FellBehind("3 is live"), t.Aborted("s", "x"))
     assert behind.live is Live.BEHIND and not behind.may_serve and behind.reason == "3 is live"
 
 
@@ -142,7 +139,7 @@ def test_what_holds_in_every_state() -> None:
         # a version is what the live tensors hold, and nothing is said of them where that is not one
         assert (state.version is None) == (state.live in (Live.EMPTY, Live.WRITTEN, Live.POISONED)), state
         assert state.in_place or state.live not in (Live.WRITTEN, Live.POISONED), state
-        assert bool(state.reason) == (state.live in (Live.DOUBTED, Live.BEHIND, Live.POISONED)), state
+        assert bool(state.reason) == (state.live in (Live.BEHIND, Live.POISONED)), state
         assert not state.may_serve or not state.live.is_fenced or state.step.is_decided, state
         assert state.spare is None or state.flips, state
 
