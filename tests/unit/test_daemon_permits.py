@@ -24,6 +24,7 @@ class Node(Harness):
     def __init__(self) -> None:
         self.until = -1.0
         self.is_silent = False  # the coordinator
+        self.unanswered: list[int] = []  # numbers of requests that it did not answer
         super().__init__()
         self.feed(act.CoordinatorSaid(0, welcome("first")))
         (_, target) = self.fleet()
@@ -42,6 +43,7 @@ class Node(Harness):
                 if isinstance(one, act.SetPermit):
                     self.until = one.until
             if self.is_silent:
+                self.unanswered += [one.request for one in done if isinstance(one, act.ToCoordinator) and one.request]
                 done = [one for one in done if not isinstance(one, act.ToCoordinator)]
             return done
 
@@ -60,7 +62,8 @@ class Node(Harness):
 def test_a_rank_serves_on_until_its_permit_ends_while_the_next_coordinator_admits_it() -> None:
     node = Node()
     node.is_silent = True
-    node.feed(act.CoordinatorSaid(0, welcome("second")))  # the answer about the rank is on its way
+    node.beat(0.5)
+    node.feed(act.CoordinatorSaid(node.unanswered[-1], welcome("second")))  # the answer about the rank is on its way
     for now in (1.0, 2.0, 3.0):
         node.beat(now)
         assert node.until == LEASE_S, "neither revoked nor prolonged by a coordinator that does not know the rank"
