@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import gcd
 
 import numpy as np
@@ -18,7 +18,9 @@ from refitd.describe.walks import Axis, Laid, Walk, along
 from refitd.dtypes import dtype_name
 from refitd.errors import PlanError, RefusedError
 from refitd.text import nearest
+from refitd.tracing.isolation import Held, Isolation
 from refitd.tracing.memory import Origin, Written
+from refitd.tracing.threads import Following, around
 from refitd.tracing.tracer import Shape, Tracer
 
 # Limit on the units of one tensor that are tracked where its writes overlap, four bytes each.
@@ -32,15 +34,18 @@ class LoaderTrace:
     Attributes:
         metadata: by the engine's name, what each tensor is made of; for `register_target(metadata=)`.
         computed: the engine's tensors that hold anything but copies (quantised, packed, summed), with the canonical
-            tensors that they are made of. They cannot be refitted; declare them as `Derived`.
+            tensors that they are made of; also attributes to which the loader binds tensors that it makes. They cannot
+            be refitted; declare them as `Derived`.
         untouched: the engine's tensors that the loader does not write.
         unused: canonical tensors that nothing is taken of.
+        held: what was kept to put the engine back as it was: bytes and time.
     """
 
     metadata: dict[str, ParameterMetadata]
     computed: dict[str, tuple[str, ...]]
     untouched: tuple[str, ...]
     unused: tuple[str, ...]
+    held: Held = field(default_factory=Held)
 
     def problems(self) -> list[str]:
         """Return one line for each tensor that no refit would keep up to date."""
@@ -60,7 +65,9 @@ def trace_loader(
     """Run a loader on tensors without values, and return which element of which canonical tensor goes where.
 
     The loader may slice, transpose, reshape, concatenate, stack, repeat, pad with a constant and convert; it writes
-    with `copy_`, `fill_` or `load_state_dict`. No memory of `params` is read or written.
+    with `copy_`, `fill_` or `load_state_dict`, in threads, too. The engine is as it was afterwards, also on error: its
+    modules, their attributes, and the bytes of their tensors, of which a copy is taken, or a digest where memory is
+    short.
 
     Args:
         params: the engine's tensors by its own names, on any device (also meta): the Parameters themselves where the
@@ -70,23 +77,29 @@ def trace_loader(
         owner_rank: for the descriptions.
 
     Raises:
-        PlanError: the loader replaces a tensor, writes it through something that is not followed, or leaves parts of
-            one unwritten; by name.
+        PlanError: the loader replaces a tensor, writes it through something that is not followed, leaves parts of one
+            unwritten, or starts a process; by name.
         RefusedError: the loader itself raises, as it does for a name that it does not know.
     """
     tracer = Tracer(params, shapes)
+    isolation = Isolation(params, load_fn)
+    following = Following(tracer, isolation.others)
     try:
-        with torch.no_grad(), tracer:
+        with torch.no_grad(), following.run():
             load_fn(tracer.canonical())
     except PlanError:
         raise
     except Exception as exc:
-        raise RefusedError(f"the loader raised{_at(tracer.last, shapes)}: {type(exc).__name__}: {exc}") from exc
+        raise RefusedError(
+            f"the loader raised{_at(tracer.last, shapes)}: {type(exc).__name__}: {exc}{around(exc)}"
+        ) from exc
     finally:
-        replaced = tracer.put_back(params)
-    if replaced:
-        raise PlanError(f"{', '.join(replaced[:5])}: the loader gives {len(replaced)} tensors other memory; put back")
-    return _result(tracer, owner_rank)
+        changes = isolation.put_back(following.written)
+    changes.check()
+    kept = [*changes.added, *((isolation.others[key], tensor) for key, tensor in following.written.items())]
+    made = {name: tracer.sources_of(tensor) for name, tensor in kept if tracer.is_followed(tensor)}
+    trace = _result(tracer, owner_rank)
+    return replace(trace, computed=made | trace.computed, held=isolation.held)
 
 
 def _at(name: str, shapes: Mapping[str, tuple[Shape, torch.dtype]]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -48,10 +47,6 @@ def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    return _key(tensor), tensor.dtype, tuple(tensor.shape), view_of(tensor)
-
-
 class Tracer(TorchDispatchMode):
     """Intercepts a loader's torch calls: records moves of elements, makes views, and taints all other results."""
 
@@ -85,18 +80,13 @@ class Tracer(TorchDispatchMode):
             yield name, tensor
         self.last = ""
 
-    def put_back(self, params: Mapping[str, torch.Tensor]) -> list[str]:
-        """Restore the memory of tensors that a loader has rebound (`p.data = ...`); return their names.
+    def is_followed(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has the memory of a canonical tensor, of the engine, or of a result of either."""
+        return self._is_ours(tensor)
 
-        Another view of the same memory is one, too: `p.data = p.data.t()` of a square matrix.
-        """
-        found = []
-        for written in itertools.chain.from_iterable(self.written.values()):
-            tensor = params[written.name]
-            if _place(tensor) != _place(written.tensor):
-                tensor.data = written.tensor
-                found.append(written.name)
-        return found
+    def sources_of(self, tensor: torch.Tensor) -> tuple[str, ...]:
+        """Return the canonical tensors that a tensor is made of."""
+        return tuple(sorted(self._names(tensor)))
 
     # --- operators ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,271 @@
+"""Follow a loader into its threads: torch installs a dispatch mode for one thread only."""
+
+from __future__ import annotations
+
+import _thread
+import concurrent.futures
+import concurrent.futures.thread
+import contextlib
+import functools
+import multiprocessing.pool
+import multiprocessing.process
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from refitd.errors import PlanError, RefusedError
+from refitd.tracing.held_bytes import storage_key
+from refitd.tracing.operators import tensors_in, written_by
+from refitd.tracing.tracer import Tracer
+
+# How long a trace waits for threads that still run when the loader has returned.
+DEADLINE_S = 10.0
+
+# One trace at a time: each replaces methods of `threading` and of pools, and puts them back.
+_TRACING = threading.RLock()
+
+# Threads of a pool outlive a loader. Their tasks are followed, one by one.
+_WORKERS = (concurrent.futures.thread._worker, multiprocessing.pool.worker)  # type: ignore[attr-defined]
+
+
+def around(exc: BaseException) -> str:
+    """Return what a loader did whose error says that it read values which a traced tensor has not."""
+    if not isinstance(exc, NotImplementedError) or "meta tensor" not in str(exc):
+        return ""
+    return (
+        " The loader copies tensors around the trace: in a thread of its own that is older than the trace, or with "
+        "dispatch modes disabled. Let it start its threads, or submit to a ThreadPoolExecutor, while it loads"
+    )
+
+
+class _Work:
+    """A thread, or a function given to a pool: `left` calls have not returned."""
+
+    def __init__(self, name: str, left: int) -> None:
+        self.name = name
+        self.left = left
+        self.has_touched = False
+        self.is_late = False
+
+
+class _Mode(TorchDispatchMode):
+    """Passes the operators of one thread to the tracer."""
+
+    def __init__(self, following: Following, work: _Work) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._following, self._work = following, work
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Pass one operator on."""
+        return self._following.dispatch(self._work, func, types, args, kwargs or {})
+
+
+class Following:
+    """Runs a loader under a tracer, in its own thread and in those that it starts or hands work to.
+
+    Threads and tasks of a pool are followed if a followed thread starts or submits them: also where the pool is older
+    than the trace. Other threads of the process are left alone. Operators of several threads are traced one by one.
+
+    Attributes:
+        written: the storages of `others` that operators have written, and a tensor in each.
+    """
+
+    def __init__(self, tracer: Tracer, others: Mapping[int, str]) -> None:
+        """Follow a loader by `tracer`; `others` names storages of the engine that the tracer does not know."""
+        self._tracer, self._others = tracer, others
+        self.written: dict[int, torch.Tensor] = {}
+        self._one_by_one = threading.RLock()
+        self._ended = threading.Condition()
+        self._here = threading.local()
+        self._works: list[_Work] = []
+        self._is_over = False
+        self._refusals: list[PlanError] = []
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """Follow what runs inside, and wait for its threads.
+
+        Raises:
+            PlanError: a thread still copies when the deadline ends, the loader starts a process, or it has caught an
+                error by which the tracer refused it.
+        """
+        with _TRACING, contextlib.ExitStack() as stack:
+            main = _Work("main", 0)
+            self._here.work = main
+            stack.callback(self._leave)
+            self._replace_methods(stack)
+            with _Mode(self, main):
+                try:
+                    yield
+                finally:
+                    late = self._wait()
+            if late:
+                raise PlanError(
+                    f"thread {late[0]!r} of the loader still copies tensors {DEADLINE_S:.0f} s after the loader has "
+                    "returned; let the loader wait for its threads"
+                )
+            if self._refusals:  # the loader has caught it
+                raise self._refusals[0]
+
+    def dispatch(self, work: _Work, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Trace one operator of a followed thread."""
+        with self._one_by_one:
+            if not self._is_over:
+                work.has_touched = work.has_touched or any(map(self._tracer.is_followed, tensors_in((args, kwargs))))
+                for tensor in written_by(func, args, kwargs) if self._others else ():
+                    if (key := storage_key(tensor)) in self._others:
+                        self.written[key] = tensor
+                try:
+                    return self._tracer.__torch_dispatch__(func, types, args, kwargs)
+                except PlanError as exc:
+                    self._refusals.append(exc)
+                    raise
+        if work.is_late and any(map(self._tracer.is_followed, tensors_in((args, kwargs)))):
+            raise RefusedError(f"thread {work.name!r} of a traced loader copies tensors after the trace has ended")
+        return func(*args, **kwargs)
+
+    # --- threads ----------------------------------------------------------------------------------------------
+
+    def _is_followed(self) -> bool:
+        """Whether the calling thread is followed."""
+        return getattr(self._here, "work", None) is not None and not self._is_over
+
+    def _followed(self, fn: Callable[..., Any], work: _Work, *, once: bool = True) -> Callable[..., Any]:
+        """Return a function that runs another one under the tracer, in any thread."""
+
+        @functools.wraps(fn, assigned=("__name__", "__doc__"), updated=())
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._is_over or self._is_followed():
+                self._end(work if once else None)
+                return fn(*args, **kwargs)
+            if not once:
+                with self._ended:
+                    work.left += 1
+            self._here.work = work
+            _push_mode(_Mode(self, work))
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                _pop_mode()
+                self._here.work = None
+                self._end(work)
+
+        with self._ended:
+            self._works.append(work)
+        return run
+
+    def _end(self, work: _Work | None) -> None:
+        if work is not None:
+            with self._ended:
+                work.left -= 1
+                self._ended.notify_all()
+
+    def _wait(self) -> list[str]:
+        """Wait for followed threads, end the trace, and return the names of those that still copy."""
+        with self._ended:
+            self._ended.wait_for(lambda: all(work.left <= 0 for work in self._works), DEADLINE_S)
+        with self._one_by_one:
+            self._is_over = True
+            for work in self._works:
+                work.is_late = work.left > 0 and work.has_touched
+        return [work.name for work in self._works if work.is_late]
+
+    def _leave(self) -> None:
+        self._here.work = None
+
+    # --- where threads begin ----------------------------------------------------------------------------------
+
+    def _replace_methods(self, stack: contextlib.ExitStack) -> None:
+        """Replace, until the stack closes, the methods by which a loader starts threads and processes."""
+
+        def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+            original = getattr(owner, name)
+            is_own = name in vars(owner)
+            setattr(owner, name, make(original))
+            stack.callback(setattr, owner, name, original) if is_own else stack.callback(delattr, owner, name)
+
+        replace(threading.Thread, "start", self._thread_start)
+        replace(_thread, "start_new_thread", self._raw_start)
+        replace(concurrent.futures.ThreadPoolExecutor, "submit", self._submit)
+        for name in ("apply_async", "_map_async", "imap", "imap_unordered"):
+            replace(multiprocessing.pool.ThreadPool, name, self._pooled)
+        replace(multiprocessing.process.BaseProcess, "start", self._refused)
+        replace(os, "fork", self._refused)
+
+    def _thread_start(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def start(thread: threading.Thread) -> None:
+            if not self._is_followed() or getattr(thread, "_target", None) in _WORKERS:
+                return original(thread)  # type: ignore[no-any-return]
+            work = _Work(thread.name, 1)
+            followed = self._followed(thread.run, work)
+
+            def run() -> None:
+                thread.__dict__.pop("run", None)
+                followed()
+
+            thread.run = run  # type: ignore[method-assign]
+            try:
+                original(thread)
+            except BaseException:
+                thread.__dict__.pop("run", None)
+                self._end(work)
+                raise
+            return None
+
+        return start
+
+    def _raw_start(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def start_new_thread(function: Callable[..., Any], *args: Any) -> int:
+            if self._is_followed():
+                function = self._followed(function, _Work(getattr(function, "__name__", "thread"), 1))
+            return int(original(function, *args))
+
+        return start_new_thread
+
+    def _submit(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def submit(pool: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_followed():
+                return original(pool, fn, *args, **kwargs)
+            work = _Work(getattr(fn, "__name__", "task of a pool"), 0)
+            followed = self._followed(fn, work, once=False)
+            future = original(pool, followed, *args, **kwargs)
+            with self._ended:
+                work.left += 1
+            future.add_done_callback(lambda _: self._end(work))  # also where it is cancelled
+            return future
+
+        return submit
+
+    def _pooled(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def call(pool: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._is_followed():
+                work = _Work(getattr(func, "__name__", "task of a pool"), 0)
+                func = self._followed(func, work, once=False)
+            return original(pool, func, *args, **kwargs)
+
+        return call
+
+    def _refused(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def start(*args: Any) -> Any:
+            if not self._is_followed():
+                return original(*args)
+            name = f" {args[0].name!r}" if args else ""
+            refusal = PlanError(
+                f"the loader starts a process{name}, which cannot be followed: load in threads, or declare the tensors "
+                "that the process writes as Derived"
+            )
+            self._refusals.append(refusal)
+            raise refusal
+
+        return start
