@@ -134,7 +134,16 @@ class Client(ArenaMemory, Operations):
         left_out = NONE if isinstance(part, bool) else Keeps(part, all_but=True, elsewhere=world_size > 1)
         casts = SourceCasts(cast, elsewhere=world_size > 1)
         tensors = SourceTensors(
-            module_or_tensors, rank, metadata, pg_collection, num_experts, mxfp8, left_out, names, casts
+            module_or_tensors,
+            rank,
+            metadata,
+            pg_collection,
+            num_experts,
+            mxfp8,
+            left_out,
+            names,
+            casts,
+            elsewhere=world_size > 1,
         )
         if tensors.is_converted and pull:
             raise RefusedError(f"model {model!r}: tensors that are offered in another type cannot be pulled; omit pull")

@@ -52,6 +52,12 @@ def is_called(name: str, patterns: Iterable[str]) -> bool:
     return any(re.fullmatch(".*".join(map(re.escape, p.split("*"))), name) for p in patterns)
 
 
+def unmatched(patterns: Iterable[str], metadata: Iterable[ParameterMetadata], *, elsewhere: bool) -> list[str]:
+    """Return the patterns that match no tensor of this rank. With `elsewhere`, one with "*" is for other ranks."""
+    names = [m.name for m in metadata]
+    return [p for p in patterns if not (elsewhere and "*" in p) and not any(is_called(name, (p,)) for name in names)]
+
+
 def held_of_given(name: str, value: Any) -> Any:
     """Return the local tensor of a published value; raises RefusedError if it cannot be read."""
     if problem := problem_of(value):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from refitd.client.given import is_called
+from refitd.client.given import is_called, unmatched
 from refitd.describe.layout import canonical_name
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.mxfp8 import MARK
@@ -39,11 +39,9 @@ class Keeps:
         Raises:
             RefusedError: a pattern matches nothing.
         """
-        must_match = [p for p in self.patterns if not (self.elsewhere and "*" in p)]
-        unmatched = [p for p in must_match if not any(is_called(m.name, (p,)) for m in metadata)]
-        if unmatched:
+        if missing := unmatched(self.patterns, metadata, elsewhere=self.elsewhere):
             what = "partial" if self.all_but else "keeps"
-            raise RefusedError(f"{what}: no tensor registered here is called {unmatched[0]!r}")
+            raise RefusedError(f"{what}: no tensor registered here is called {missing[0]!r}")
         return [m for m in metadata if self._keeps(m)]
 
     def _keeps(self, m: ParameterMetadata) -> bool:

@@ -12,7 +12,7 @@ from refitd.buffers.arena import MappedArena
 from refitd.client.arena_copies import view_of
 from refitd.client.derived import Derived, check_derived, refresh
 from refitd.client.devices import Arena
-from refitd.client.given import Tensors, is_called, refuse_all
+from refitd.client.given import Tensors, is_called, refuse_all, unmatched
 from refitd.client.kept import NONE, Keeps
 from refitd.client.source_casts import NOTHING, SourceCasts
 from refitd.client.tensors import TensorSet, fingerprint
@@ -42,8 +42,8 @@ class MXFP8Offer:
     """Which tensors a source offers in MXFP8, converted when a version is published.
 
     Attributes:
-        names: tensor names as in this rank's module; "*" matches anything. Tensors must be bfloat16 or float32; float32
-            is rounded to bfloat16 first.
+        names: tensor names as in this rank's module; "*" matches anything. With several ranks, a name with "*" may
+            match nothing on this one. Tensors must be bfloat16 or float32; float32 is rounded to bfloat16 first.
         rounding: how scales are rounded; targets that want another rounding are refused.
         instead: do not offer the unconverted tensors, so that slots take half the memory; bfloat16 targets are then
             left without a source.
@@ -234,8 +234,10 @@ class SourceTensors(TensorSet):
         left_out: Keeps = NONE,
         names: Names | None = None,
         casts: SourceCasts | None = None,
+        *,
+        elsewhere: bool = False,
     ) -> None:
-        """Describe the tensors.
+        """Describe the tensors. `elsewhere`: other ranks have tensors too, which a pattern of `offer` may be for.
 
         Raises:
             RefusedError: as TensorSet; or tensors cannot be offered in MXFP8 as they are split, or in the type that
@@ -247,7 +249,7 @@ class SourceTensors(TensorSet):
         self.metadata = [replace(m) for m in self.metadata]
         held = {n: v for n, v in self.values.items() if n not in self.quantized}
         self._one_memory = tie_by_memory(self.metadata, held)
-        self.offer = offer
+        self.offer, self._elsewhere = offer, elsewhere
         self._scratch: dict[str, Scratch] = {}
         self._casts = casts or SourceCasts(None)
         self._lay_out(NOTHING)
@@ -287,8 +289,8 @@ class SourceTensors(TensorSet):
                 except RefusedError as exc:
                     problems.append(str(exc))
         if offer is not None and not problems:
-            unmatched = [p for p in offer.names if not any(MXFP8Offer((p,)).matches(m.name) for m in self.metadata)]
-            problems += [f"{p!r} is offered in MXFP8, and no tensor registered here is called so" for p in unmatched]
+            missing = unmatched(offer.names, self.metadata, elsewhere=self._elsewhere)
+            problems += [f"{p!r} is offered in MXFP8, and no tensor registered here is called so" for p in missing]
         refuse_all(problems)
         for i, (m, offered) in enumerate(zip(self.metadata, self._casts.offered(self.metadata, exact), strict=True)):
             if i in instead:

@@ -9,7 +9,7 @@ import torch
 
 import refitd
 from refitd import MXFP8Buffer, MXFP8Offer, ParameterMetadata, Rounding, Tile
-from refitd.testing import Daemon
+from refitd.testing import Daemon, Engine
 from tests.support.mxfp8_replicas import CONVERTED, Replica, Trainer, model
 
 
@@ -111,3 +111,20 @@ def test_only_mxfp8_is_no_source_for_bfloat16(daemon: Daemon) -> None:
         engine.register_target("m", plain, replica="plain")
         with pytest.raises(refitd.RefitFailed, match="v: "):
             trainer.swap("m", 1, timeout=60)
+
+
+def test_all_ranks_of_a_pipeline_may_give_one_pattern_of_what_is_offered(daemon: Daemon) -> None:
+    """The second stage holds no tensor that the pattern matches, the third none at all."""
+    stages: list[dict[str, torch.Tensor]] = [{"layers.0.fc1": torch.randn(8, 64)}, {"norm": torch.randn(5)}, {}]
+    offer = MXFP8Offer(("layers.*",))
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        for rank, tensors in enumerate(stages):
+            trainer.register_source("m", tensors, rank=rank, world_size=3, mxfp8=offer).publish(1)
+        buffer, norm = MXFP8Buffer.empty((8, 64)), torch.zeros(5)
+        target = engine.register_target("m", {"layers.0.fc1": buffer, "norm": norm}, replica="r", convert_on_send=True)
+        with Engine(target):
+            trainer.swap("m", 1, timeout=60)
+        expected = MXFP8Buffer.empty((8, 64))
+        expected.quantize(stages[0]["layers.0.fc1"].bfloat16())
+        assert torch.equal(buffer.data, expected.data) and torch.equal(buffer.scale, expected.scale)
+        assert torch.equal(norm, stages[1]["norm"])

@@ -401,6 +401,18 @@ def test_patterns_say_which_tensors_are_offered() -> None:
     ]
 
 
+def test_a_pattern_may_be_for_tensors_of_other_ranks() -> None:
+    """A stage of a pipeline without such a layer, and a rank without tensors."""
+    offer = MXFP8Offer(("layers.*.fc1",))
+    for tensors in ({"norm": torch.zeros(3)}, {}):
+        source = SourceTensors(tensors, 1, None, None, None, offer, elsewhere=True)
+        assert [m.name for m in source.wire] == [*tensors] and not source.is_converted
+        with pytest.raises(RefusedError, match=r"'layers\.\*\.fc1' is offered in MXFP8, and no tensor"):
+            SourceTensors(tensors, 0, None, None, None, offer)
+        with pytest.raises(RefusedError, match="'head' is offered in MXFP8, and no tensor registered here"):
+            SourceTensors(tensors, 1, None, None, None, MXFP8Offer(("head",)), elsewhere=True)
+
+
 @pytest.mark.parametrize("swizzled", [False, True])
 def test_a_target_says_what_arrives_and_what_it_holds(swizzled: bool) -> None:
     tensors = {"b": torch.zeros(3), "w": MXFP8Buffer.empty((4, 64), is_swizzled=swizzled)}
