@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,10 @@ import numpy as np
 
 from refitd.plan.columns import Ints
 from refitd.plan.conversions import Offered
-from refitd.plan.layouts import Layouts
+from refitd.plan.layouts import NO_PADDING, Layouts
+
+# names of embeddings and output layers in Megatron-Core and Hugging Face models
+_VOCABULARY = re.compile(r"embed|vocab|output_layer|lm_head|\bwte\b")
 
 
 def mismatches_of(layouts: Layouts, offered: Mapping[str, Offered]) -> dict[str, list[str]]:
@@ -27,7 +31,7 @@ def mismatches_of(layouts: Layouts, offered: Mapping[str, Offered]) -> dict[str,
     )
     found: dict[str, list[str]] = defaultdict(list)
     checks: list[tuple[str, Ints, Sequence[Any], str]] = [
-        ("global shape", geometries.global_shape[geometry], geometries.shapes, "check the parallel groups"),
+        ("global shape", geometries.global_shape[geometry], geometries.shapes, ""),
         ("dtype", dtype, geometries.dtypes, "convert one side, or declare cast_from at the destination"),
         ("number of dimensions", geometries.dims[geometry], range(16), "check the tiles"),
     ]
@@ -52,10 +56,35 @@ def mismatches_of(layouts: Layouts, offered: Mapping[str, Offered]) -> dict[str,
                     "publish a newer version, which is not rounded here, or ask for the cast of this tensor by name"
                 )
                 continue
+            do = advice or _shape_advice(layouts, number, geometry[rows])
             found[layouts.tensors[number]].append(
-                f"{layouts.tensors[number]}: {what} is {', '.join(said)}; it must be the same everywhere, {advice}"
+                f"{layouts.tensors[number]}: {what} is {', '.join(said)}; it must be the same everywhere, {do}"
             )
     return found
+
+
+def _shape_advice(layouts: Layouts, tensor: int, geometry: Ints) -> str:
+    """Return what to do about a tensor whose global shape differs between these geometries."""
+    geometries, name = layouts.geometries, layouts.tensors[tensor]
+    shapes = {geometries.shapes[number] for number in geometries.global_shape[geometry].tolist()}
+    if len({shape[1:] for shape in shapes}) > 1 or not all(shapes):
+        return "check the parallel groups"
+    least, most = min(shape[0] for shape in shapes), max(shape[0] for shape in shapes)
+    if not _VOCABULARY.search(name):
+        return (
+            "check the parallel groups; if a tensor is only some rows of this one, say which with names= "
+            f"({{its name: Part({name!r}, rows=..., first=..., whole={most})}})"
+        )
+    is_stated = geometries.padding[geometry] != NO_PADDING
+    stated = {geometries.shapes[number][0] for number in geometries.global_shape[geometry[is_stated]].tolist()}
+    if stated == {least}:
+        rows, where = str(least), f"which has {most}: {least} rows are real, as the padded ranks of the other side say"
+    else:
+        rows, where = "N", f"whose padding is not described; N is the tokenizer's size, at most {least}"
+    return (
+        f"and looks like a vocabulary padded to {most} rows on one side and {least} on the other: give "
+        f"names={{{name!r}: Padded({name!r}, rows={rows}), '{{rest}}': '{{rest}}'}} (refitd.names) to each side {where}"
+    )
 
 
 def _entry_ranks(layouts: Layouts, row: int) -> str:
