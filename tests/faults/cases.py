@@ -70,8 +70,10 @@ def matrix(no_network: str, no_clock: str) -> Iterator[Case]:
         for victim in ("worker", "daemon", "coordinator"):
             yield Case(phase, victim, "cut", outcomes(phase, victim, "cut"), no_network)
     for phase in PHASES:
-        for victim in ("daemon", "coordinator"):
+        for victim in ("daemon", "coordinator", "engine", "trainer"):
             yield Case(phase, victim, "clock", COMMITTED, no_clock)
+    for phase in FLIP_PHASES:
+        yield Case(phase, "engine", "clock", LIVE, no_clock)
     # the decision cannot be written; written, that it has been carried out cannot
     yield Case("paused", "coordinator", "full", ABORTED)
     yield Case("decided", "coordinator", "full", COMMITTED)

@@ -50,7 +50,7 @@ class Cluster(BreakableCluster):
         found = super().environment(name)
         if self.hosts is not None and name in NODES:
             found["REFITD_NODE__ADDRESS"] = self.hosts.addresses[name != "n0"]
-        if self._library is not None and name in ("coordinator", *NODES):
+        if self._library is not None and name in ("coordinator", *NODES, *REPLICAS, "trainer"):
             self.clocks[name] = clock.Clock(self._library, self.folder / f"{name}.clock")
             found |= self.clocks[name].environment
         return found

@@ -119,13 +119,13 @@ class Etcd:
         """The revision of the last write."""
         return int(json.loads(self.ctl("endpoint", "status", "-w", "json"))[0]["Status"]["header"]["revision"])
 
-    def watched(self, key: str, until: str) -> Iterator[str]:
-        """Yield the lines in which etcdctl shows everything that has happened to a key, up to one with this text.
+    def watched(self, key: str, until: str, since: int = 1) -> Iterator[str]:
+        """Yield the lines in which etcdctl shows what has happened to a key since a revision, up to one with this text.
 
         It ends with a line that says so (`Canceled`) if the member that etcdctl asked has lost etcd's leader.
         """
         command = [*self._asks_from, "etcdctl", "--endpoints", ",".join(self.clients)]
-        command += ["watch", key, "--rev", "1", "-w", "json"]
+        command += ["watch", key, "--rev", str(since), "-w", "json"]
         environment = {"PATH": os.environ["PATH"], "ETCDCTL_API": "3"}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as running:
             late = threading.Timer(30, running.kill)

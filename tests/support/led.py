@@ -15,6 +15,7 @@ from refitd.protocol.reports import SwapReport
 from refitd.testing import Cluster, Coordinator, Daemon, Engine, eventually
 from refitd.testing.cluster import free_port
 from refitd.testing.processes import Process
+from tests.faults.clock import Clock
 
 CONFIG = "[deadlines]\nplan_s = 20.0\nstage_s = 20.0\ncommit_s = 10.0\nlease_s = 20.0\n"
 
@@ -34,17 +35,22 @@ class Led(Cluster):
         *,
         endpoints: Sequence[str] = (),
         prefixes: Mapping[str, Sequence[str]] | None = None,
+        clocks: Mapping[str, Clock] | None = None,
     ) -> None:
-        """`endpoints` are the coordinators'; by default two on loopback. `prefixes` are of commands, by name."""
+        """`endpoints` are the coordinators'; by default two on loopback.
+
+        `prefixes` are of commands, `clocks` those of coordinators, by name.
+        """
         self.endpoints = endpoints or [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
         super().__init__(nodes, CONFIG + config, endpoint=self.endpoints[0])
-        self._url, self._prefixes = journal, prefixes or {}
+        self._url, self._prefixes, self._clocks = journal, prefixes or {}, clocks or {}
         self.coordinators: list[Coordinator] = []
 
     def environment(self, name: str) -> Mapping[str, str]:
         if name in self._nodes:
             return {"REFITD_COORDINATOR__ENDPOINT": json.dumps(list(self.endpoints))}
-        return {"REFITD_COORDINATOR__JOURNAL": self._url, "REFITD_ETCD__INSECURE": "true"}
+        moved = self._clocks[name].environment if name in self._clocks else {}
+        return {"REFITD_COORDINATOR__JOURNAL": self._url, "REFITD_ETCD__INSECURE": "true", **moved}
 
     def prefix(self, name: str) -> Sequence[str]:
         return self._prefixes.get(name, ())
@@ -59,7 +65,8 @@ class Led(Cluster):
     def standby(self, name: str, endpoint: str) -> Coordinator:
         """Start one more coordinator, and wait until it stands by."""
         options = self._options("coordinator")
-        options["environment"] = {**options["environment"], "REFITD_COORDINATOR__ENDPOINT": endpoint}
+        mine = {**self.environment(name), "REFITD_COORDINATOR__ENDPOINT": endpoint}
+        options["environment"] = {**options["environment"], **mine}
         options["prefix"] = self.prefix(name)
         found = Coordinator(self._config, name=name, **options)
         Process.start(found)

@@ -6,7 +6,9 @@ import base64
 import json
 import os
 import re
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,17 +16,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from refitd.testing import Coordinator, eventually
 from refitd.testing.cluster import free_port
 from refitd.testing.processes import Process
+from tests.faults import clock
 from tests.support.etcd import Etcd
 from tests.support.led import Fleet, Led
 from tests.support.network import SwitchedHosts
 
 COORDINATORS = 3
 TAKE_OVER_S = 10.0
+DAY_S = 86400
+LIVE = 'live/["policy"]'  # the row that every decision about the model changes
 JUDGE_S = 30.0  # for etcd to tell its history
 _PHASES = r"(?m)^t=(\S+) .* event=swap swap=(\w+) .*phase=(idle|commit)\b"  # begun, decided
 
@@ -34,7 +40,7 @@ class Outcome:
     """The outcome of one fault."""
 
     fault: str
-    decided_s: float  # from the fault until a swap that began after it was decided
+    decided_s: float  # from the fault until a swap that began after it was decided; `seconds` if log times jump
     seconds: float  # from the fault until a version that was published after it was served everywhere
     took_over: bool
 
@@ -71,7 +77,16 @@ class Trial:
             **{"n0": prefixes[3], "n1": prefixes[4]},
         }
         endpoints = [f"tcp://{address}:{free_port()}" for address in addresses[:COORDINATORS]]
-        self.led = Led(self.etcd.url(), endpoints=endpoints, prefixes=named)
+        folder = self._clocks = Path(tempfile.mkdtemp(prefix="rfc"))
+        library = None if clock.why_not() else clock.build(folder)
+        self.clocks = {
+            name: clock.Clock(library, folder / f"{name}.clock")
+            for name in ("coordinator", "standby1", "standby2")
+            if library is not None
+        }
+        self.led = Led(self.etcd.url(), endpoints=endpoints, prefixes=named, clocks=self.clocks)
+        self._before: list[tuple[int, list[Any]]] = []  # revisions and values of decisions that etcd has compacted
+        self._since = 1
         self.torn: list[str] = []
         self._swapped = 0
         self._stop = threading.Event()
@@ -94,6 +109,7 @@ class Trial:
                         thread.join(90)
             finally:
                 self.fleet.close()
+                shutil.rmtree(self._clocks, ignore_errors=True)
             if self._failure is not None:
                 raise self._failure
 
@@ -146,6 +162,9 @@ class Trial:
             "another member of etcd frozen": lambda: self._frozen(self.etcd.members[self._follower()]),
             "coordinator and etcd's leader killed": self._both_killed,
         }
+        found["etcd compacted"] = self._compacted
+        if self.clocks:
+            found["coordinator killed, the others' clocks jump"] = self._killed_as_clocks_jump
         if self.hosts is not None:
             found["coordinator's host cut off"] = lambda: self._unplugged(self._host_of(self.leader()))
             found["etcd's leader's host cut off"] = lambda: self._unplugged(self.etcd.leader())
@@ -158,7 +177,7 @@ class Trial:
         with contextmanager(self.faults()[name])():
             at = datetime.now(UTC)
             seconds = self.next_swap()
-            decided_s = (self._decided(at) - at).total_seconds()
+            decided_s = seconds if "clocks" in name else (self._decided(at) - at).total_seconds()
             took_over = self.leader() is not before
         eventually(lambda: all(c.is_running for c in self.led.coordinators), "all coordinators are back")
         self.next_swap()
@@ -198,6 +217,25 @@ class Trial:
         for victim in victims:
             self._restart(victim)
 
+    def _killed_as_clocks_jump(self) -> Iterator[None]:
+        leader = self.leader()
+        for i, one in enumerate(self.clocks.values()):
+            one.move((1, -2)[i % 2] * DAY_S)
+        leader.kill()
+        yield
+        for one in self.clocks.values():
+            one.move(0)
+        self._restart(leader)
+
+    def _compacted(self) -> Iterator[None]:
+        """Remove etcd's history while swaps go on; `judge` has its decisions."""
+        revision = self._last(LIVE)
+        self._before = [(at, row) for at, row in self._changes(LIVE) if at <= revision]
+        self._since = revision + 1
+        self.etcd.ctl("compact", str(revision))
+        self.etcd.ctl("defrag")
+        yield
+
     def _restart(self, process: Process) -> None:
         """Start it again; wait until a coordinator says whether it leads."""
         past = len(process.log())
@@ -232,7 +270,7 @@ class Trial:
         """Compare every decision that etcd has ever held with what the processes did; call it before the block ends."""
         # the logs first: what they say was committed has been decided before
         logs = "\n".join(part.log() for part in [*self.led.coordinators, *self.led.daemons.values()])
-        decided = [(row[3], row[4]) for row in self._past('live/["policy"]')]  # sequence, swap
+        decided = [(row[3], row[4]) for _, row in self._changes(LIVE)]  # sequence, swap
         found = Judged(len(decided), torn=self.torn)
         for (other, earlier), (sequence, swap) in pairwise(decided):
             if sequence != other + 1 or swap == earlier:
@@ -247,16 +285,25 @@ class Trial:
         found.decided_aborts = [f"swap {swap} was decided and aborted" for swap in aborted & set(swaps)]
         return found
 
-    def _past(self, name: str) -> list[list[Any]]:
-        """Return every value that a row has had, the oldest first."""
+    def _last(self, name: str) -> int:
+        """Return the revision of a row's last value."""
+        found = json.loads(self.etcd.ctl("get", f"{self.etcd.place().prefix}/{name}", "-w", "json"))
+        return int(found["kvs"][0]["mod_revision"])
+
+    def _changes(self, name: str) -> list[tuple[int, list[Any]]]:
+        """Return every value that a row has had, the oldest first, and the revision of each."""
         key = f"{self.etcd.place().prefix}/{name}"
-        last = json.loads(self.etcd.ctl("get", key, "-w", "json"))["kvs"][0]["mod_revision"]
+        last = self._last(name)
+        if last < self._since:
+            return self._before
         until = time.monotonic() + JUDGE_S
         while True:
-            shown = [json.loads(line) for line in self.etcd.watched(key, until=f'"mod_revision":{last}')]
+            shown = [json.loads(line) for line in self.etcd.watched(key, f'"mod_revision":{last}', self._since)]
             if not shown[-1].get("Canceled"):
                 break
             assert time.monotonic() < until, f"etcd ends every watch: {shown[-1]}"
             time.sleep(0.5)  # the member that was asked has no leader yet
         events = [event for one in shown for event in one["Events"]]
-        return [json.loads(base64.b64decode(event["kv"]["value"])) for event in events]
+        return self._before + [
+            (int(event["kv"]["mod_revision"]), json.loads(base64.b64decode(event["kv"]["value"]))) for event in events
+        ]
