@@ -5,10 +5,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from os import environ
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -315,7 +315,8 @@ class Client(ArenaMemory, Operations):
         from refitd.buffers.permits import Permit
         from refitd.client.kept import checked_part
         from refitd.client.mxfp8 import TargetTensors
-        from refitd.client.target import Target, registering
+        from refitd.client.ownership import Owned, registering
+        from refitd.client.target import Target
 
         model, replica, timeout = text("model", model), text("replica", replica), seconds("timeout", timeout)
         rank, world_size, num_experts = _ranks(rank, world_size, num_experts)
@@ -350,7 +351,7 @@ class Client(ArenaMemory, Operations):
         elif cast is not False:
             tensors.take_cast(cast)
         connection = self._connection.steady(timeout)
-        with registering(tensors):
+        with registering(Owned(os.getpid(), str(connection.directory), model, replica, rank, tensors)):
             live = self._live(tensors, may_flip=mode in ("shadow", "flip"))
             flips = mode in ("shadow", "flip") and self._may_flip(tensors, live, device, must=mode == "flip")
             if not flips:
@@ -603,7 +604,7 @@ def connect(
         raise RefusedError(f"address is {shown(address)}, expected the directory of a daemon") from None
     if found := unprintable(str(directory)):
         raise ConfigError(f"address {str(address)!r} {found}; give the daemon's runtime directory")
-    is_named = address is not None or bool(environ.get("REFITD_RUNTIME_DIR"))
+    is_named = address is not None or bool(os.environ.get("REFITD_RUNTIME_DIR"))
     name, timeout = text("name", name, least=0), seconds("timeout", timeout)
     reconnect = flag("reconnect", reconnect)
 

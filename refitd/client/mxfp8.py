@@ -12,7 +12,7 @@ from refitd.buffers.arena import MappedArena
 from refitd.client.arena_copies import view_of
 from refitd.client.derived import Derived, check_derived, refresh
 from refitd.client.devices import Arena
-from refitd.client.given import Tensors, is_called, refuse_all, unmatched
+from refitd.client.given import Tensors, held_here, is_called, refuse_all, unmatched
 from refitd.client.kept import NONE, Keeps
 from refitd.client.source_casts import NOTHING, SourceCasts
 from refitd.client.tensors import TensorSet, fingerprint
@@ -25,7 +25,7 @@ from refitd.describe.renames import Names
 from refitd.describe.ties import tie_by_memory
 from refitd.describe.usable import tensor_problem
 from refitd.dtypes import dtype_name
-from refitd.errors import CommitError, RefusedError
+from refitd.errors import CommitError, PlanError, RefusedError
 from refitd.mxfp8 import BLOCK, Rounding
 from refitd.protocol.shards import shard_of
 from refitd.protocol.target_forms import Conversion, DerivedTensor, HeldTensor, staged
@@ -115,6 +115,16 @@ class TargetTensors(TensorSet):
         self.written = WrittenMemory(self.names, self.tensors, self.metadata, made)
         self.written.check_kept(*self._live(self._unwritten))
         self._unwritten = {}  # replaced ones may be freed
+
+    def unwritten(self) -> tuple[list[str], list[torch.Tensor]]:
+        """Return the names and the present tensors of what is kept; none if the module or dict cannot be read."""
+        if not self.kept:
+            return [], []
+        try:
+            raw = self._read()
+            return self._live({one.name: held_here(raw[one.name]) for one in self.kept if one.name in raw})
+        except (RefusedError, PlanError):
+            return [], []
 
     def take_cast(self, offered: str | torch.dtype | Mapping[str, torch.dtype]) -> None:
         """Declare casts for tensors of another type than is offered: one for all, or by canonical name.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec import structs
@@ -23,6 +21,7 @@ from refitd.client.connection import Connection
 from refitd.client.devices import Arena
 from refitd.client.flip import ArenaPair
 from refitd.client.mxfp8 import TargetTensors
+from refitd.client.ownership import Owned, own
 from refitd.client.reconnect import Give, Line, renumbered
 from refitd.client.reentrant_lock import check_process
 from refitd.client.take_over import TakeOver
@@ -35,38 +34,6 @@ NOTHING_PENDING = -1
 
 # How long closing a target waits for a commit on the callback's thread.
 COMMIT_ENDS_S = 5.0
-
-
-_REGISTERED: weakref.WeakSet[Target] = weakref.WeakSet()
-
-
-# Registrations in progress, (pid, tensors), in the order of their start; the later of two conflicting ones is refused.
-# It is only appended to and removed from, so that no lock is needed, which a signal handler could not wait for.
-_REGISTERING: list[tuple[int, TargetTensors]] = []
-
-
-@contextlib.contextmanager
-def registering(tensors: TargetTensors) -> Iterator[None]:
-    """Refuse tensors that share memory with another target of this process; use around a registration.
-
-    Two targets' swaps would both write that memory. The same weight in the same place may be registered again.
-
-    Raises:
-        RefusedError: the tensors share memory with a target, or with one that another thread is registering.
-    """
-    mine = os.getpid(), tensors
-    _REGISTERING.append(mine)
-    try:
-        for other in list(_REGISTERING):
-            if other is mine:
-                break
-            if other[0] == mine[0]:  # ignore entries of the parent: a fork copies the list, but not the threads
-                other[1].written.check_apart(tensors.written, "a target that another thread is registering")
-        for target in list(_REGISTERED):
-            target.check_apart(tensors)
-        yield
-    finally:
-        _REGISTERING.remove(mine)
 
 
 class Target:
@@ -105,7 +72,7 @@ class Target:
         self._is_called_back = on_pause is not None or on_commit is not None
         self._points = CommitPoints(state, is_called_back=self._is_called_back)
         connection.listen(self.member, self._notified)
-        _REGISTERED.add(self)
+        own(self)
         if self._is_called_back:
             Callbacks(state, self._take_over, on_commit, on_pause, on_resume)
 
@@ -326,11 +293,14 @@ class Target:
         finally:
             self._told(self)
 
-    def check_apart(self, tensors: TargetTensors) -> None:
-        """Raise RefusedError if tensors to be registered share memory with this target: two swaps would write it."""
+    def owned(self) -> Owned | None:
+        """Return the memory that its commits write and what it keeps; None if it is registered no more."""
         state = self._state
-        if not state.closed and state.failure is None and not state.connection.is_foreign:
-            self._tensors.written.check_apart(tensors.written, self.member)
+        is_over = state.closed or state.failure is not None
+        if is_over or state.connection.is_foreign or (state.connection.is_lost and not state.connection.is_awaited):
+            return None
+        m = self._message
+        return Owned(state.pid, str(state.connection.directory), m.model, m.replica, m.rank, self._tensors)
 
     def arenas(self) -> set[int]:
         """Return the arenas from `allocate` that hold its tensors."""

@@ -91,12 +91,12 @@ class WrittenMemory:
                 )
         count = len(names)
         self._names, self._tensors = [*names, *made], [*tensors, *made.values()]
-        self._described = {m.name: m for m in metadata}
+        described = {m.name: m for m in metadata}
 
         def is_one_weight(a: int, b: int) -> bool:
             if a >= count and b >= count:
                 return True
-            one, other = (self._described.get(self._names[each]) for each in (a, b))
+            one, other = (described.get(self._names[each]) for each in (a, b))
             if one is None or other is None or b >= count:
                 return False
             return same_memory(self._tensors[a], self._tensors[b]) and same_elements(one, other)
@@ -116,8 +116,10 @@ class WrittenMemory:
                 "so that what is written last would win; register one of them, or clone one"
             )
 
-    def check_kept(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    def check_kept(self, names: Sequence[str], tensors: Sequence[torch.Tensor], whose: str = "") -> None:
         """Refuse tensors that are to keep their values and share memory with what is written.
+
+        `whose` is " of " and the registration that writes, if it is another one.
 
         Raises:
             RefusedError: names a tensor of each.
@@ -125,15 +127,14 @@ class WrittenMemory:
         every, count = [*self._tensors, *tensors], len(self._tensors)
         found = overlapping(every, extents(every), lambda a, b: (a < count) == (b < count)) if tensors else None
         if found is not None:
+            todo = "keep it in one registration and write it in none" if whose else "keep both, or clone one"
             raise RefusedError(
-                f"{names[found[1] - count]}: it is to keep its values and shares memory with {self._names[found[0]]}, "
-                "which is written; keep both, or clone one"
+                f"{names[found[1] - count]}: it is to keep its values and shares memory with "
+                f"{self._names[found[0]]}{whose}, which is written; {todo}"
             )
 
     def check_apart(self, other: WrittenMemory, whose: str) -> None:
         """Refuse `other` if it shares memory with this registration, which errors call `whose`.
-
-        The same weight in the same place is allowed: two models may be served from one memory in turn.
 
         Raises:
             RefusedError: they share memory; names a tensor of each.
@@ -142,22 +143,14 @@ class WrittenMemory:
         if not has_met and not is_twice:
             return
         names, tensors, count = [*self._names, *other._names], [*self._tensors, *other._tensors], len(self._names)
-
-        def is_apart(a: int, b: int) -> bool:
-            if (a < count) == (b < count):
-                return True
-            one, two = self._described.get(names[a]), other._described.get(names[b])
-            is_one = names[a] == names[b] if one is None or two is None else same_elements(one, two)
-            return is_one and same_memory(tensors[a], tensors[b])
-
-        lies = extents(tensors)
+        lies = extents(tensors)  # again: memory that was freed since is not in the way
         how = "shares memory with"
-        found = overlapping(tensors, lies, is_apart) if has_met else None
+        found = overlapping(tensors, lies, lambda a, b: (a < count) == (b < count)) if has_met else None
         if found is None and is_twice:
             how = "lies, by another mapping of a file, in one place with"
             found = mapped_twice(lies, files_mapped_twice())
         if found is not None:
             raise RefusedError(
-                f"{names[found[1]]}: it {how} {names[found[0]]} of {whose}, and both "
-                "would be written; register it once, or close the other registration first"
+                f"{names[found[1]]}: it {how} {names[found[0]]} of {whose}, and both would write it, so that a swap of "
+                "one changes what the other serves; close the other registration first, or register a clone"
             )

@@ -194,7 +194,8 @@ def test_targets_of_two_clients_of_a_process_do_not_share_memory(shared_daemon: 
         first = one.register_target("policy", {"a": whole[:4]}, replica="one")
         with pytest.raises(refitd.RefusedError, match="b: it shares memory with a of policy/one:0"):
             two.register_target("policy", {"b": whole[3:]}, replica="two")
-        two.register_target("other", {"a": whole[:4]}, replica="two").close()  # one weight, served from one memory
+        with pytest.raises(refitd.RefusedError, match="a: it shares memory with a of policy/one:0"):
+            two.register_target("other", {"a": whole[:4]}, replica="two")
         first.close()
         two.register_target("policy", {"b": whole[3:]}, replica="two")
 

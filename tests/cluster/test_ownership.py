@@ -1,0 +1,145 @@
+"""Memory that swaps write has one owner: a second target over it is refused, whatever its model, replica or client."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import refitd
+from refitd import Derived, RefusedError
+from refitd.testing import Daemon, Engine, eventually
+from tests.support.trainer import ANSWER_S, Trainer
+
+Tensors = dict[str, torch.Tensor]
+
+
+def private(client: refitd.Client) -> Tensors:
+    return {"w": torch.zeros(64, 64)}
+
+
+def allocated(client: refitd.Client) -> Tensors:
+    return client.allocate({"w": ((64, 64), torch.float32)})
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(64, 64), requires_grad=False)
+
+
+def adopted(client: refitd.Client) -> Tensors:
+    module = Layer()
+    client.adopt(module)
+    return {"w": module.w}
+
+
+def adopted_in_place(client: refitd.Client) -> Tensors:
+    module = Layer()
+    client.adopt(module, keep_addresses=True)
+    return {"w": module.w}
+
+
+MEMORY = [private, allocated, adopted, adopted_in_place]
+
+
+@pytest.mark.parametrize("make", MEMORY)
+def test_a_second_target_over_the_same_bytes_is_refused_and_names_the_first(
+    shared_daemon: Daemon, make: Callable[[refitd.Client], Tensors]
+) -> None:
+    with shared_daemon.connect("one") as one, shared_daemon.connect("two") as two:
+        live = make(one)
+        first = one.register_target("policy", live, replica="a")
+        for client in (one, two):
+            for model, replica in (("other", "a"), ("policy", "b"), ("other", "b")):
+                for tensors in (live, {"v": live["w"]}, {"part": live["w"][:1]}, {"x": torch.zeros(2), **live}):
+                    with pytest.raises(RefusedError, match="shares memory with w of policy/a:0"):
+                        client.register_target(model, tensors, replica=replica)
+        assert [t.replica for m in one.status().models for t in m.targets] == ["a"]
+        first.close()
+        one.register_target("other", live, replica="b").close()
+
+
+def test_kept_tensors_are_in_no_other_registration_that_writes_them(shared_daemon: Daemon) -> None:
+    base, a, b = torch.ones(8, 8), torch.zeros(4), torch.zeros(4)
+    with shared_daemon.connect("one") as one, shared_daemon.connect("two") as two:
+        first = one.register_target("a", {"base": base, "adapter": a}, replica="r", keeps=["base"])
+        two.register_target("b", {"base": base, "adapter": b}, replica="r", keeps=["base"])  # no swap writes it
+        with pytest.raises(RefusedError, match="base: it is to keep its values and shares memory with w of c/r:0"):
+            two.register_target("c", {"w": base}, replica="r")
+        first.close()
+        with pytest.raises(RefusedError, match=r"base: it is to keep its values .* of c/r:0, which registers now"):
+            two.register_target("c", {"w": base}, replica="r")
+    with shared_daemon.connect("three") as three:
+        three.register_target("c", {"w": base}, replica="r")
+        with pytest.raises(RefusedError, match=r"base: it is to keep .* shares memory with w of c/r:0"):
+            three.register_target("a", {"base": base, "adapter": a}, replica="r", keeps=["base"])
+
+
+def test_a_derived_tensor_of_one_target_is_not_in_another(shared_daemon: Daemon) -> None:
+    scratch = torch.zeros(8)
+    with shared_daemon.connect() as client:
+        client.register_target("a", {"w": torch.zeros(4)}, replica="r", derived={"s": Derived(scratch, ("w",), print)})
+        with pytest.raises(RefusedError, match="s: it shares memory with s of a/r:0"):
+            client.register_target(
+                "b", {"w": torch.zeros(4)}, replica="r", derived={"s": Derived(scratch, ("w",), print)}
+            )
+
+
+def test_the_same_rank_registers_its_tensors_again_after_each_end(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon()
+    trainer = Trainer(daemon)
+    live = {"w": torch.zeros(64, 64)}
+
+    def serves(target: refitd.Target) -> None:
+        trainer.publish()
+        with Engine(target):
+            trainer.client.swap("policy", timeout=ANSWER_S)
+        assert target.version == trainer.version and torch.all(live["w"] == trainer.version)
+
+    client = daemon.connect("closed target")
+    client.register_target("policy", live, replica="a").close()
+    serves(client.register_target("policy", live, replica="a"))
+    with pytest.raises(RefusedError, match=r"policy.*a.*0"):
+        client.register_target("policy", live, replica="a")
+    client.close()  # a closed client owns nothing
+    client = daemon.connect("evicted")
+    target = client.register_target("policy", live, replica="a")
+    trainer.client.evict("policy", "a")
+    target = client.register_target("policy", live, replica="a")  # the evicted one may not have heard of it
+    serves(target)
+    client.close()
+    with daemon.connect("another model") as again:
+        again.register_target("other", live, replica="b")
+
+
+def test_an_address_that_is_used_again_belongs_to_no_target_that_has_ended(shared_daemon: Daemon) -> None:
+    with shared_daemon.connect() as client:
+        freed = {"w": torch.zeros(1 << 16)}
+        client.register_target("freed", freed, replica="a")
+        freed["w"].untyped_storage().resize_(0)
+        for turn in range(20):  # the allocator gives the same addresses again
+            target = client.register_target("policy", {"w": torch.zeros(1 << 16)}, replica=f"a{turn}")
+            if turn % 2:
+                target.close()
+            del target
+            gc.collect()
+    with shared_daemon.connect() as other:
+        eventually(lambda: not any(m.targets for m in other.status().models), "all targets are gone")
+        other.register_target("policy", {"w": torch.zeros(1 << 16)}, replica="a")
+
+
+def test_sources_read_memory_that_another_registration_owns(daemon: Daemon) -> None:
+    """An engine offers its weights under another name: a copy of them at each publication."""
+    live = {"w": torch.zeros(64, 64)}
+    trainer = Trainer(daemon)
+    with daemon.connect() as client:
+        target = client.register_target("policy", live, replica="a")
+        source = client.register_source("copy", live)
+        trainer.publish()
+        with Engine(target):
+            trainer.client.swap("policy", timeout=ANSWER_S)
+        source.publish(trainer.version)
