@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 from refitd.checkpoints.archive import are_sizes, read_archive
 from refitd.checkpoints.folder import METADATA, PART, Checkpoint, TensorPart
 from refitd.checkpoints.header import Stored, refuse
+from refitd.checkpoints.opened import OpenedFile, OpenedFolder
 from refitd.checkpoints.pickles import SIZE, Call, PickledState, read_pickle, told
 from refitd.describe.layout import row_major
 from refitd.dtypes import ELEMENT_SIZES
@@ -114,22 +114,19 @@ class _Placed:
     piece: TensorPart | None  # None: it is the whole tensor
 
 
-def is_dcp(path: Path) -> bool:
+def is_dcp(opened: OpenedFolder) -> bool:
     """Return whether torch.distributed.checkpoint has begun to save a checkpoint in this folder."""
-    try:
-        return any(each.name == METADATA or PART.fullmatch(each.name) for each in path.iterdir())
-    except OSError:
-        return False  # `read_folder` says what is wrong with it
+    return any(name == METADATA or PART.fullmatch(name) for name in opened.files)
 
 
-def read_dcp(path: Path, prefix: str | None = None) -> Checkpoint:
+def read_dcp(opened: OpenedFolder, prefix: str | None = None) -> Checkpoint:
     """Check a folder that torch.distributed.checkpoint has saved, and return the tensors of one of its dicts.
 
     `.metadata` is read as values only: no name in it is looked up or called. Of the other files only what the chosen
     tensors lie in is read.
 
     Args:
-        path: the folder.
+        opened: the folder.
         prefix: choose the tensors whose names begin so, and strip it. "": those at the top level. None: those of the
             only dict at the top level that holds tensors, by their names in it.
 
@@ -137,13 +134,14 @@ def read_dcp(path: Path, prefix: str | None = None) -> Checkpoint:
         CheckpointError: a file is missing, truncated, damaged or of another checkpoint; chunks of a tensor overlap, or
             leave a hole; the prefix chooses no tensor, or is needed and was not given. Names all of them.
     """
-    if not (path / METADATA).is_file():
+    path = opened.path
+    if METADATA not in opened.files:
         raise CheckpointError(
             f"{path}: it has no {METADATA}, which torch.distributed.checkpoint writes last; this checkpoint was not "
             "finished"
         )
-    said = _read_metadata(path / METADATA)
-    there = {each.name for each in path.iterdir() if PART.fullmatch(each.name)}
+    said = _read_metadata(opened.files[METADATA])
+    there = {name for name in opened.files if PART.fullmatch(name)}
     problems = [f"{path / name}: nothing in {METADATA} lies in it; remove it" for name in sorted(there - said.files)]
     chosen = _chosen(path, said, prefix)
     aside = len(said.tensors) + len(said.others) - len(chosen)
@@ -154,27 +152,26 @@ def read_dcp(path: Path, prefix: str | None = None) -> Checkpoint:
     files: dict[str, dict[str, Stored]] = {}
     pieces: dict[str, TensorPart] = {}
     for file in sorted(placed.keys() & there):
-        found, wrong = _read_file(path / file, placed[file])
+        found, wrong = _read_file(opened.files[file], placed[file])
         problems += wrong
         files[file] = {one.local: stored for one, stored in found}
         pieces |= {one.local: one.piece for one, _ in found if one.piece is not None}
     names = Counter(one.local for held in placed.values() for one in held)
     problems += [f"{name!r}: several tensors or chunks are called so" for name, count in names.items() if count > 1]
     refuse(problems)
-    return Checkpoint(path, files, pieces, aside)
+    return Checkpoint(opened, files, pieces, aside)
 
 
 # --- the metadata -----------------------------------------------------------------------------------------
 
 
-def _read_metadata(path: Path) -> _Said:
+def _read_metadata(file: OpenedFile) -> _Said:
+    path = file.path
+    if file.size > MAX_METADATA_BYTES:
+        raise CheckpointError(f"{path}: it has more than {MAX_METADATA_BYTES} bytes; these are no metadata")
     try:
-        if path.stat().st_size > MAX_METADATA_BYTES:
-            raise CheckpointError(f"{path}: it has more than {MAX_METADATA_BYTES} bytes; these are no metadata")
-        found = read_pickle(path.read_bytes(), _KNOWN)
+        found = read_pickle(file.read(0, file.size), _KNOWN)
         return _said(found)
-    except OSError as exc:
-        raise CheckpointError(f"{path}: it cannot be read: {exc.strerror or exc}") from exc
     except ValueError as exc:
         raise CheckpointError(
             f"{path}: these are no metadata of torch.distributed.checkpoint, or they are damaged: {exc}"
@@ -297,18 +294,17 @@ def _place(name: str, full: str, tensor: _Declared, said: _Said, placed: dict[st
         placed.setdefault(file, []).append(_Placed(local, what, tensor.dtype, size, at, length, piece))
 
 
-def _read_file(path: Path, placed: list[_Placed]) -> tuple[list[tuple[_Placed, Stored]], list[str]]:
+def _read_file(file: OpenedFile, placed: list[_Placed]) -> tuple[list[tuple[_Placed, Stored]], list[str]]:
     """Return where the elements of these chunks lie in their file, in its order, and what is wrong with them."""
     found: list[tuple[_Placed, Stored]] = []
     problems: list[str] = []
+    path = file.path
     try:
-        with path.open("rb", buffering=0) as file:
-            end = os.fstat(file.fileno()).st_size
-            for one in sorted(placed, key=lambda one: one.offset):
-                try:
-                    found.append((one, _read_chunk(file.fileno(), end, one)))
-                except ValueError as exc:
-                    problems.append(f"{path}: {one.what}: {exc}")
+        for one in sorted(placed, key=lambda one: one.offset):
+            try:
+                found.append((one, _read_chunk(file, one)))
+            except ValueError as exc:
+                problems.append(f"{path}: {one.what}: {exc}")
     except OSError as exc:
         problems.append(f"{path}: it cannot be read: {exc.strerror or exc}")
     for (one, a), (other, b) in itertools.pairwise(found):
@@ -317,11 +313,11 @@ def _read_file(path: Path, placed: list[_Placed]) -> tuple[list[tuple[_Placed, S
     return found, problems
 
 
-def _read_chunk(file: int, end: int, one: _Placed) -> Stored:
-    """Return where a chunk's elements lie in a file of `end` bytes; raises ValueError if they do not."""
-    if one.offset + one.length > end:
-        raise ValueError(f"it ends at byte {one.offset + one.length}, and the file at {end}: it is truncated")
-    found = read_archive(file, one.offset, one.length)
+def _read_chunk(file: OpenedFile, one: _Placed) -> Stored:
+    """Return where a chunk's elements are in its file; raises ValueError if they are not there."""
+    if one.offset + one.length > file.size:
+        raise ValueError(f"it ends at byte {one.offset + one.length}, and the file at {file.size}: it is truncated")
+    found = read_archive(file.fd, one.offset, one.length)
     if (found.dtype, found.shape) != (one.dtype, one.shape):
         raise ValueError(
             f"the file has {list(found.shape)} {found.dtype}, {METADATA} says {list(one.shape)} {one.dtype}; it is of "

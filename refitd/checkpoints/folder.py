@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from refitd.checkpoints.header import Stored, read_header, refuse, unique_keys
+from refitd.checkpoints.opened import OpenedFile, OpenedFolder
 from refitd.errors import CheckpointError
 from refitd.text import shown
 
@@ -35,16 +36,21 @@ class Checkpoint:
     """A checked folder.
 
     Attributes:
-        path: the folder.
+        opened: the folder, whose files are open.
         files: each file's tensors and pieces of tensors, in the order of their bytes. Names are distinct in all files.
         pieces: by their names in `files`, those that are parts of tensors.
         aside: the number of the folder's entries that were not chosen, or are no tensors.
     """
 
-    path: Path
+    opened: OpenedFolder
     files: dict[str, dict[str, Stored]]
     pieces: Mapping[str, TensorPart] = field(default_factory=dict)
     aside: int = 0
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self.opened.path
 
     @property
     def count(self) -> int:
@@ -110,7 +116,16 @@ def under(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
     return replace(checkpoint, files=chosen, aside=left)
 
 
-def read_folder(path: Path) -> Checkpoint:
+def open_folder(path: Path) -> OpenedFolder:
+    """Open a folder and all weights in it, in either format.
+
+    Raises:
+        CheckpointError: as `OpenedFolder`.
+    """
+    return OpenedFolder(path, is_weights)
+
+
+def read_folder(opened: OpenedFolder) -> Checkpoint:
     """Check a folder with model.safetensors, or with shards and model.safetensors.index.json.
 
     Other files of the folder are ignored (config, tokenizer, adapters).
@@ -119,19 +134,14 @@ def read_folder(path: Path) -> Checkpoint:
         CheckpointError: a shard is missing, truncated, damaged or of another checkpoint, a tensor is in two shards, or
             index and files disagree. Names all of them.
     """
-    try:
-        there = sorted(each.name for each in path.iterdir() if is_safetensors(each.name))
-    except OSError as exc:
-        raise CheckpointError(
-            f"{path}: {exc.strerror or exc}; give a folder with {WHOLE}, or with shards and {INDEX}"
-        ) from exc
+    path, there = opened.path, sorted(name for name in opened.files if is_safetensors(name))
     weights = [name for name in there if name != INDEX]
     if INDEX not in there:
         if weights != [WHOLE]:
             has = ", ".join(weights[:5]) or "none of them"
             raise CheckpointError(f"{path}: it has {has}, expected {WHOLE} alone, or shards and {INDEX}")
-        return Checkpoint(path, {WHOLE: _with_tensors(path, read_header(path / WHOLE))})
-    index = _read_index(path / INDEX)
+        return Checkpoint(opened, {WHOLE: _with_tensors(path, read_header(opened.files[WHOLE]))})
+    index = _read_index(opened.files[INDEX])
     listed = dict.fromkeys(index.values())
     problems = [f"{path / name}: missing, and the index lists it" for name in listed if name not in weights]
     problems += [
@@ -142,12 +152,12 @@ def read_folder(path: Path) -> Checkpoint:
     files: dict[str, dict[str, Stored]] = {}
     for name in sorted(set(weights) & listed.keys()):
         try:
-            files[name] = read_header(path / name)
+            files[name] = read_header(opened.files[name])
         except CheckpointError as exc:
             problems.append(str(exc))
     problems += _disagreements(path, index, files)
     refuse(problems)
-    return Checkpoint(path, files)
+    return Checkpoint(opened, files)
 
 
 def _with_tensors(path: Path, held: dict[str, Stored]) -> dict[str, Stored]:
@@ -170,13 +180,12 @@ def _disagreements(path: Path, index: dict[str, str], files: dict[str, dict[str,
             yield f"{name!r}: the index says that it is in {file}, and it is not{where}"
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def _read_index(file: OpenedFile) -> dict[str, str]:
+    path = file.path
+    if file.size > MAX_INDEX_BYTES:
+        raise CheckpointError(f"{path}: it has more than {MAX_INDEX_BYTES} bytes; it is no index")
     try:
-        if path.stat().st_size > MAX_INDEX_BYTES:
-            raise CheckpointError(f"{path}: it has more than {MAX_INDEX_BYTES} bytes; it is no index")
-        said: Any = json.loads(path.read_bytes().decode(), object_pairs_hook=unique_keys)
-    except OSError as exc:
-        raise CheckpointError(f"{path}: it cannot be read: {exc.strerror or exc}") from exc
+        said: Any = json.loads(file.read(0, file.size).decode(), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as exc:
         raise CheckpointError(f"{path}: it is damaged: {exc}") from exc
     index = said.get("weight_map") if isinstance(said, dict) else None

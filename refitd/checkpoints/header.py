@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from refitd.checkpoints.opened import OpenedFile
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import CheckpointError
 from refitd.text import shown
@@ -60,26 +61,21 @@ class Stored(NamedTuple):
     stride: tuple[int, ...] | None = None
 
 
-def read_header(path: Path) -> dict[str, Stored]:
-    """Return the tensors of a safetensors file by name, in the order of their bytes.
+def read_header(file: OpenedFile) -> dict[str, Stored]:
+    """Return the tensors of an opened safetensors file by name, in the order of their bytes.
 
     Raises:
         CheckpointError: it is not a safetensors file, or is damaged or truncated; lists every problem.
     """
-    try:
-        with path.open("rb") as file:
-            file_bytes = path.stat().st_size
-            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            room = file_bytes - LENGTH_BYTES
-            if not 2 <= length <= min(room, MAX_HEADER_BYTES):
-                raise CheckpointError(
-                    f"{path}: its header says that it takes {length} bytes, expected 2 to "
-                    f"{min(max(room, 0), MAX_HEADER_BYTES)} in a file of {file_bytes}; it is truncated or no "
-                    "safetensors file"
-                )
-            text = file.read(length)
-    except OSError as exc:
-        raise CheckpointError(f"{path}: it cannot be read: {exc.strerror or exc}") from exc
+    path, file_bytes = file.path, file.size
+    length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
+    room = file_bytes - LENGTH_BYTES
+    if not 2 <= length <= min(room, MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"{path}: its header says that it takes {length} bytes, expected 2 to "
+            f"{min(max(room, 0), MAX_HEADER_BYTES)} in a file of {file_bytes}; it is truncated or no safetensors file"
+        )
+    text = file.read(LENGTH_BYTES, length)
     found, problems = _read(_parsed(path, text), LENGTH_BYTES + length)
     end = LENGTH_BYTES + length
     for name, tensor in found.items():

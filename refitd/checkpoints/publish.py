@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from refitd.checkpoints.dcp import is_dcp, read_dcp
-from refitd.checkpoints.folder import METADATA, Checkpoint, is_safetensors, part_of, read_folder, under
+from refitd.checkpoints.folder import METADATA, Checkpoint, is_safetensors, open_folder, part_of, read_folder, under
+from refitd.checkpoints.opened import OpenedFolder
 from refitd.client.client import Client
 from refitd.describe.layout import row_major
 from refitd.describe.metadata import ParameterMetadata
@@ -75,7 +76,8 @@ def publish_checkpoint(
 
     Raises:
         CheckpointError: files are missing, truncated, damaged, duplicated or of another checkpoint, chunks of a tensor
-            overlap or leave holes, or the prefix chooses no tensor; names them.
+            overlap or leave holes, the prefix chooses no tensor, a file is not regular, or the folder or a file was
+            replaced or changed while it was read; names them.
         RefusedError: the model has an attached trainer, or the version is not above those that were live.
         ArenaError: the daemon does not have enough memory for a slot.
         DeadlineExceeded: another node has not published its part in time.
@@ -114,6 +116,7 @@ def publish_checkpoint(
             source.publish_from(number, mapped.read(progress), timeout=timeout)
             if world_size > 1:
                 _wait_for_others(client, model, number, world_size, timeout)
+                checkpoint.opened.check()  # the other nodes have opened theirs by now
         except BaseException:
             source.close()
             raise
@@ -124,20 +127,31 @@ def publish_checkpoint(
 
 
 def read_checkpoint(path: Path, prefix: str | None) -> Checkpoint:
-    """Check a folder of either format, and return the tensors that the prefix chooses.
+    """Check a folder of either format, and return the tensors that the prefix chooses. Its files are open.
 
     Raises:
-        CheckpointError: it is neither, both, or its files do not belong together.
+        CheckpointError: it is neither, both, its files do not belong together, or they are being written.
     """
-    if not is_dcp(path):
-        found = read_folder(path)
+    opened = open_folder(path)
+    try:
+        found = _read(opened, prefix)
+        opened.check()  # before anything is registered: writers often write the headers of all files first
+    except BaseException:
+        opened.close()
+        raise
+    return found
+
+
+def _read(opened: OpenedFolder, prefix: str | None) -> Checkpoint:
+    if not is_dcp(opened):
+        found = read_folder(opened)
         return under(found, prefix) if prefix else found
-    if others := sorted(each.name for each in path.iterdir() if is_safetensors(each.name)):
+    if others := sorted(name for name in opened.files if is_safetensors(name)):
         raise CheckpointError(
-            f"{path}: it has {METADATA} or .distcp files of torch.distributed.checkpoint, and {others[0]} of Hugging "
-            "Face; move one of the two checkpoints elsewhere"
+            f"{opened.path}: it has {METADATA} or .distcp files of torch.distributed.checkpoint, and {others[0]} of "
+            "Hugging Face; move one of the two checkpoints elsewhere"
         )
-    return read_dcp(path, prefix)
+    return read_dcp(opened, prefix)
 
 
 def described(checkpoint: Checkpoint, rank: int) -> list[ParameterMetadata]:

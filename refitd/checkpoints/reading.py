@@ -8,7 +8,6 @@ import mmap
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -26,21 +25,25 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Mapped:
-    """The files of a checkpoint, mapped read-only without private memory. Use it as a context manager."""
+    """The opened files of a checkpoint, mapped read-only without private memory. Use it as a context manager.
+
+    It closes the files.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         """Map every file; raises CheckpointError if one cannot be mapped."""
         self._checkpoint = checkpoint
+        self._opened = checkpoint.opened
         self._maps: dict[str, mmap.mmap] = {}
-        self._stats: dict[str, tuple[int, int]] = {}
-        for file in checkpoint.files:
-            path = checkpoint.path / file
+        self._opened.keep(checkpoint.files)
+        for name in checkpoint.files:
+            file = self._opened.files[name]
             try:
-                with path.open("rb") as opened:
-                    self._stats[file] = _stat(opened.fileno())
-                    self._maps[file] = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
-            except OSError as exc:
-                raise CheckpointError(f"{path}: it cannot be mapped: {exc.strerror or exc}") from exc
+                self._maps[name] = mmap.mmap(file.fd, file.size, prot=mmap.PROT_READ)
+            except (OSError, ValueError) as exc:  # ValueError: the file is shorter now
+                self._opened.check()
+                raise CheckpointError(f"{file.path}: it cannot be mapped: {exc}") from exc
+            file.close()  # the map keeps the file
         self.tensors = {name: self._view(file, stored) for file, name, stored in checkpoint.tensors()}
 
     def read(self, on_progress: Callable[[int], object] = lambda nbytes: None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -49,7 +52,7 @@ class Mapped:
         `on_progress` is called with the number of bytes of each read.
 
         Raises:
-            CheckpointError: the disk cannot be read, or a file was changed meanwhile.
+            CheckpointError: the disk cannot be read, or the folder or a file was replaced or changed meanwhile.
         """
         asked = dict.fromkeys(self._checkpoint.files, 0)
         for file, name, stored in self._checkpoint.tensors():
@@ -57,8 +60,7 @@ class Mapped:
             self._populate(file, stored, on_progress)
             yield name, self._row_major(name, stored)
             self._advise(file, stored.offset, stored.nbytes, mmap.MADV_DONTNEED)
-        for file, was in self._stats.items():
-            self._check(file, was)
+        self._opened.check()
 
     def _view(self, file: str, stored: Stored) -> torch.Tensor:
         dtype = getattr(torch, stored.dtype)
@@ -79,7 +81,7 @@ class Mapped:
 
     def _read_ahead(self, file: str, asked: int, used: int) -> int:
         """Ask the kernel to read ahead of the bytes in use; return the end of what has been requested."""
-        end = min(used + AHEAD_BYTES, self._stats[file][0])
+        end = min(used + AHEAD_BYTES, self._opened.files[file].size)
         for at in range(asked, end, STRIDE_BYTES):
             self._advise(file, at, min(STRIDE_BYTES, end - at), mmap.MADV_WILLNEED)
         return max(asked, end)
@@ -89,7 +91,7 @@ class Mapped:
             size = min(STRIDE_BYTES, stored.nbytes - at)
             failed = self._advise(file, stored.offset + at, size, MADV_POPULATE_READ)
             if failed not in (0, errno.EINVAL):  # EINVAL: an older kernel, which reads pages when they are touched
-                self._check(file, self._stats[file])
+                self._opened.check()
                 raise CheckpointError(f"{self._checkpoint.path / file}: it cannot be read: {os.strerror(failed)}")
             on_progress(size)
 
@@ -102,15 +104,6 @@ class Mapped:
         wrong: int = _libc.madvise(base + first, nbytes + offset - first, advice)
         return ctypes.get_errno() if wrong else 0
 
-    def _check(self, file: str, was: tuple[int, int]) -> None:
-        path = self._checkpoint.path / file
-        try:
-            now = _stat(path)
-        except OSError as exc:
-            raise CheckpointError(f"{path}: it cannot be read any more: {exc.strerror or exc}") from exc
-        if now != was:
-            raise CheckpointError(f"{path}: it was changed while it was read; publish a folder that nobody writes to")
-
     def __enter__(self) -> Mapped:
         return self
 
@@ -118,9 +111,5 @@ class Mapped:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.tensors = {}
+        self._opened.close()
         self._maps = {}  # each file is unmapped with the last tensor in it
-
-
-def _stat(file: int | Path) -> tuple[int, int]:
-    found = os.stat(file)
-    return found.st_size, found.st_mtime_ns

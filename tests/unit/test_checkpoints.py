@@ -16,7 +16,8 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from refitd.checkpoints import new_folder as placing
-from refitd.checkpoints.folder import INDEX, WHOLE, part_of, read_folder
+from refitd.checkpoints.folder import INDEX, WHOLE, Checkpoint, open_folder, part_of
+from refitd.checkpoints.folder import read_folder as read_opened
 from refitd.checkpoints.formats import Safetensors
 from refitd.checkpoints.header import NAMES, header, in_file_order, read_header
 from refitd.checkpoints.new_folder import new_folder, write_file
@@ -27,6 +28,10 @@ from refitd_cli.commands.save import bytes_of
 from refitd_cli.control import main as refitctl
 
 A, B = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+
+
+def read_folder(path: Path) -> Checkpoint:
+    return read_opened(open_folder(path))
 
 
 def raw(said: object, data: bytes = b"") -> bytes:
@@ -71,7 +76,8 @@ def test_a_header_is_byte_for_byte_what_the_formats_own_library_writes(tmp_path:
     save_file(tensors, path, metadata={"format": "pt"})
     ours = header(in_file_order(wanted))
     assert path.read_bytes()[: len(ours)] == ours
-    found = read_header(path)
+    with open_folder(tmp_path) as opened:
+        found = read_header(opened.files[WHOLE])
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == wanted
 
 

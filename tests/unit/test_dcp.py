@@ -77,11 +77,10 @@ def box(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
 
 def whole(path: Path, prefix: str | None = None, ranks: int = 1) -> dict[str, torch.Tensor]:
     """What ranks that publish a folder offer together, by the oracle."""
-    checkpoint = read_checkpoint(path, prefix)
     shapes: dict[str, tuple[int, ...]] = {}
     shards = []
     for rank in range(ranks):
-        part = part_of(checkpoint, rank, ranks)
+        part = part_of(read_checkpoint(path, prefix), rank, ranks)
         with Mapped(part) as mapped:
             tensors = {name: tensor.contiguous().clone() for name, tensor in mapped.read()}
         for m in described(part, rank):
@@ -180,7 +179,7 @@ def _foreign(metadata: said.Metadata, path: Path) -> None:
     shutil.copy(path / FILES[1], path / "__2_0.distcp")
 
 
-def _unfinished(metadata: said.Metadata, path: Path) -> None:
+def _no_file(metadata: said.Metadata, path: Path) -> None:
     (path / METADATA).mkdir()
 
 
@@ -258,7 +257,7 @@ def _cut_metadata(metadata: said.Metadata, path: Path) -> None:
         (_missing, f"{FILES[1]}: missing, and .metadata lists it"),
         (_truncated, f"{FILES[1]}: 'model.b' at [0]: it ends at byte"),
         (_foreign, "__2_0.distcp: nothing in .metadata lies in it"),
-        (_unfinished, "it has no .metadata, which torch.distributed.checkpoint writes last"),
+        (_no_file, ".metadata: it cannot be read: it is a directory, expected a regular file"),
         (_both_formats, "model.safetensors of Hugging Face; move one of the two"),
         (_exchanged, "the file has [3, 3] float32, .metadata says [3, 2] float32; it is of another checkpoint"),
         (_other_type, ".metadata says [5] int32"),
@@ -281,6 +280,13 @@ def test_a_damaged_folder_is_refused_by_name(tmp_path: Path, damage: Change, wor
         read_checkpoint(made(tmp_path / "c", damage), None)
     assert str(tmp_path) in str(caught.value) or words.startswith("'")
     assert words in str(caught.value)
+
+
+def test_a_folder_without_metadata_was_not_finished(tmp_path: Path) -> None:
+    folder = made(tmp_path / "c")
+    (folder / METADATA).unlink()
+    with pytest.raises(CheckpointError, match=r"it has no \.metadata, which torch.distributed.checkpoint writes last"):
+        read_checkpoint(folder, None)
 
 
 class Attack:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = {"refitd": ROOT / "refitd", "refitd_cli": ROOT / "cli"}
 
-BASE = {"text", "dtypes", "errors", "states", "events", "caches", "lockstep", "mxfp8"}
+BASE = {"text", "dtypes", "errors", "states", "events", "caches", "lockstep", "mxfp8", "files"}
 PROCESSES = ("coordinator", "daemon", "worker", "client")
 
 

@@ -1,0 +1,219 @@
+"""Open the files of a checkpoint once, and tell whether they are still the files that the folder names.
+
+Everything that is read of a checkpoint (index, headers, data) comes from these descriptors. A folder that is replaced
+(rename), a file that is replaced in it (rsync) and a file that is written in place are all found by `check`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import time
+import weakref
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+from refitd.errors import CheckpointError
+from refitd.files import open_regular
+
+# The kernel stamps a change with the time of its last tick (up to 10 ms old), so two changes within one tick have the
+# same stamp. A file that changed less than this long ago is looked at again later.
+TICK_S = 0.1
+COARSE_TICK_S = 2.1  # of file systems that keep whole seconds
+
+_NEXT = "publish the folder again when its writer has finished"
+# rsync's name for a file under way, and the endings of other writers
+_UNFINISHED = re.compile(r"\.(?P<rsync>.+)\.[A-Za-z0-9]{6}|(?P<other>.+)\.(?:tmp|part|incomplete)")
+
+
+class _Mark(NamedTuple):
+    """What tells one content of a file from another, without reading it."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
+
+
+class OpenedFile:
+    """One file of a folder. `size` is that of the descriptor when the folder was opened.
+
+    Attributes:
+        path: for errors.
+        fd: the descriptor.
+    """
+
+    def __init__(self, path: Path, fd: int) -> None:
+        """`fd` belongs to this object from now on."""
+        self.path = path
+        self.fd = fd
+        self.mark = _mark(os.fstat(fd))
+        self._close = weakref.finalize(self, os.close, fd)
+
+    @property
+    def size(self) -> int:
+        """The file's size in bytes."""
+        return self.mark.size
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Return these bytes, fewer only at the end of the file; raises CheckpointError if the disk fails."""
+        found = bytearray()
+        try:
+            while len(found) < nbytes and (more := os.pread(self.fd, nbytes - len(found), offset + len(found))):
+                found += more
+        except OSError as exc:
+            raise CheckpointError(f"{self.path}: it cannot be read: {exc.strerror or exc}") from exc
+        return bytes(found)
+
+    def close(self) -> None:
+        """Close the descriptor. The mark is kept, and memory maps of the file stay."""
+        self._close()
+
+
+class OpenedFolder:
+    """A folder whose weights are open. Use it as a context manager, or close it.
+
+    Attributes:
+        path: the folder.
+        files: the opened files by name.
+    """
+
+    def __init__(self, path: Path, is_weights: Callable[[str], bool]) -> None:
+        """Open the folder and each file in it that `is_weights`.
+
+        Raises:
+            CheckpointError: the folder cannot be opened, one of these files is not regular or cannot be opened, or is
+                being written; names them.
+        """
+        self.path = path
+        self.files: dict[str, OpenedFile] = {}
+        self._is_weights = is_weights
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as exc:
+            raise CheckpointError(f"{path}: it cannot be opened: {exc.strerror or exc}; give a folder") from exc
+        self._close = weakref.finalize(self, os.close, self._fd)
+        try:
+            self._names = self._list()
+            self._open()
+            self._settle()
+            self.check()
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """Return if the path leads to the same folder, and each name in it to the same content, as when it was opened.
+
+        Raises:
+            CheckpointError: it does not; names the files that were replaced or changed, and the next step.
+        """
+        try:
+            found = os.stat(self.path)
+        except OSError as exc:
+            raise CheckpointError(
+                f"{self.path}: it cannot be read any more: {exc.strerror or exc}; publish a folder that stays there"
+            ) from exc
+        was = os.fstat(self._fd)
+        if (found.st_dev, found.st_ino) != (was.st_dev, was.st_ino):
+            raise CheckpointError(f"{self.path}: the folder was replaced while it was read; publish it again")
+        problems = [problem for name, file in self.files.items() if (problem := self._change(name, file))]
+        problems += [
+            f"{self.path / name}: it was {'added' if name not in self._names else 'removed'} while the folder was read"
+            for name in sorted(self._list() ^ self._names)
+            if name not in self.files
+        ]
+        if problems:
+            more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise CheckpointError(f"{'; '.join(problems[:5])}{more}; {_NEXT}")
+
+    def keep(self, names: Collection[str]) -> None:
+        """Close the files of other names; `check` looks at them as before."""
+        for name, file in self.files.items():
+            if name not in names:
+                file.close()
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        self.keep(())
+        self._close()
+
+    def _list(self) -> frozenset[str]:
+        """Return the names of weights, and of files that are to become weights."""
+        try:
+            return frozenset(name for name in os.listdir(self._fd) if self._is_weights(name) or self._becomes(name))
+        except OSError as exc:
+            raise CheckpointError(f"{self.path}: it cannot be listed: {exc.strerror or exc}") from exc
+
+    def _becomes(self, name: str) -> bool:
+        found = _UNFINISHED.fullmatch(name)
+        return found is not None and self._is_weights(found["rsync"] or found["other"])
+
+    def _open(self) -> None:
+        problems = [
+            f"{self.path / name}: a file that is being written; {_NEXT}, or remove this file if the writer was killed"
+            for name in sorted(self._names)
+            if self._becomes(name)
+        ]
+        for name in sorted(self._names):
+            try:
+                self.files[name] = OpenedFile(self.path / name, self._open_one(name))
+            except OSError as exc:
+                if exc.errno == errno.EMFILE:
+                    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                    raise CheckpointError(
+                        f"{self.path}: {len(self.files)} of its {len(self._names)} files are open, and this process "
+                        f"may have {limit} open files (ulimit -n); raise that limit above {2 * len(self._names) + 64}"
+                    ) from exc
+                problems.append(f"{self.path / name}: it cannot be read: {exc.strerror or exc}")
+        if problems:
+            more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise CheckpointError("; ".join(problems[:5]) + more)
+
+    def _open_one(self, name: str) -> int:
+        try:
+            return open_regular(name, dir_fd=self._fd)
+        except OSError as exc:
+            if exc.errno != errno.EMFILE:
+                raise
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:  # each file of a large checkpoint stays open until it is mapped
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return open_regular(name, dir_fd=self._fd)
+
+    def _settle(self) -> None:
+        """Wait until a change from now on gets another stamp than the last one."""
+        stamps = [file.mark.changed_ns for file in self.files.values()]
+        if not stamps:
+            return
+        tick = TICK_S if any(stamp % 1_000_000_000 for stamp in stamps) else COARSE_TICK_S
+        left = max(stamps) / 1e9 + tick - time.time()
+        if left > 0:
+            time.sleep(min(left, tick))
+
+    def _change(self, name: str, file: OpenedFile) -> str:
+        """Return what has happened to a file, "" if nothing."""
+        try:
+            now = _mark(os.stat(name, dir_fd=self._fd))
+        except OSError as exc:
+            return f"{file.path}: it cannot be read any more: {exc.strerror or exc}"
+        if now[:2] != file.mark[:2]:
+            return f"{file.path}: it was replaced while the folder was read"
+        return "" if now == file.mark else f"{file.path}: it was changed while it was read"
+
+    def __enter__(self) -> OpenedFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _mark(found: os.stat_result) -> _Mark:
+    return _Mark(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
