@@ -23,6 +23,7 @@ FAULTS = {
     "crawl": "its link carries 2 Mbit/s, too little for the deadline",
     "stutter": "stopped and continued ten times a second",
     "clock": "its wall clock jumps a day ahead, then two days back",
+    "unsynced": "its disk fails to sync what was written, until it is killed and started again",
     "remove": "its journal is removed while it runs; then it is killed and started again",
     "replace": "its journal is replaced by an earlier copy while it runs; then it is killed and started again",
     "lose": "SIGKILL; its journal is removed; started again a second later",
@@ -77,6 +78,8 @@ def matrix(no_network: str, no_clock: str) -> Iterator[Case]:
     # the decision cannot be written; written, that it has been carried out cannot
     yield Case("paused", "coordinator", "full", ABORTED)
     yield Case("decided", "coordinator", "full", COMMITTED)
+    # a decision that may be on disk is neither committed nor aborted before the journal is read again
+    yield Case("paused", "coordinator", "unsynced", LIVE, no_clock)
     for fault in ("remove", "replace", "lose", "exchange"):
         yield Case("idle", "coordinator", fault, COMMITTED)
         yield Case("paused", "coordinator", fault, ABORTED)

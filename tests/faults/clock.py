@@ -29,9 +29,9 @@ def why_not() -> str:
     return "" if shutil.which("cc") else "no C compiler (cc) to make the library that moves a process's clock"
 
 
-def build(folder: Path) -> Path:
-    """Compile the library."""
-    library = folder / "clock.so"
-    command = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(SOURCE)]
+def build(folder: Path, source: Path = SOURCE) -> Path:
+    """Compile the library, or another one."""
+    library = folder / f"{source.stem}.so"
+    command = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(source)]
     subprocess.run(command, check=True, timeout=60, capture_output=True)
     return library

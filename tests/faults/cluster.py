@@ -42,6 +42,8 @@ class Cluster(BreakableCluster):
         self._copy = b""  # of the journal
         self._lost: dict[str, tuple[int, str, float]] = {}  # what journals said that are gone, by swap
         self._library = None if clock.why_not() else clock.build(self.folder)
+        self._sync = None if clock.why_not() else clock.build(self.folder, clock.SOURCE.with_name("sync.c"))
+        self.syncs(fail=False)
         self.start()
 
     # --- what is started ----------------------------------------------------------------------------------
@@ -53,10 +55,17 @@ class Cluster(BreakableCluster):
         if self._library is not None and name in ("coordinator", *NODES, *REPLICAS, "trainer"):
             self.clocks[name] = clock.Clock(self._library, self.folder / f"{name}.clock")
             found |= self.clocks[name].environment
+            if name == "coordinator":
+                found["LD_PRELOAD"] += f":{self._sync}"
+                found["FAULTS_SYNC"] = str(self.folder / "fails")
         return found
 
     def prefix(self, name: str) -> Sequence[str]:
         return () if self.hosts is None else ["ip", "netns", "exec", self.hosts.names[name in NODES[1:]]]
+
+    def syncs(self, *, fail: bool) -> None:
+        """Let the coordinator's writes reach its disk, or fail to."""
+        (self.folder / "fails").write_text("1" if fail else "0")
 
     def pid(self, name: str) -> int:
         """Return the pid of one of them."""

@@ -107,6 +107,10 @@ class Fault:
                 pid = cluster.pid("coordinator")
                 was = resource.prlimit(pid, resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
                 self._undo = lambda: _ignore(resource.prlimit(pid, resource.RLIMIT_FSIZE, was))
+            case "unsynced", _:
+                cluster.syncs(fail=True)
+                again = (cluster.coordinator.kill, lambda: cluster.syncs(fail=False), cluster.coordinator.start)
+                self._undo = lambda: _ignore([step() for step in again])
             case "clock", _:
                 clock = cluster.clocks[self._process().name]
                 clock.move(DAY_S)

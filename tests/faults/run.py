@@ -29,7 +29,7 @@ LASTS = {
     **dict.fromkeys(("decided", *FLIP_PHASES), COMMIT_S + 1),
 }
 # the faults that last until whoever asked for the swap has been told
-UNTIL_TOLD = ("slow", "crawl", "stutter", "remove", "replace", "close")
+UNTIL_TOLD = ("slow", "crawl", "stutter", "unsynced", "remove", "replace", "close")
 # the faults that take from the coordinator what it has written
 LOSES_JOURNAL = ("remove", "replace", "lose", "exchange")
 # where that engine stands inside its exchange
