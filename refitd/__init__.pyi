@@ -25,6 +25,7 @@ from .client.callbacks import Commit as Commit
 from .client.controller import ReplicaController as ReplicaController
 from .client.derived import Derived as Derived
 from .client.memory_block import Placed as Placed
+from .client.lifeline import Lifeline as Lifeline
 from .client.mxfp8 import MXFP8Offer as MXFP8Offer
 from .client.source import Source as Source
 from .client.streamed import StreamedSource as StreamedSource
@@ -66,6 +67,7 @@ from .errors import (
     ConfigError as ConfigError,
     DeadlineExceeded as DeadlineExceeded,
     IllegalTransition as IllegalTransition,
+    Orphaned as Orphaned,
     PeerLost as PeerLost,
     PlanError as PlanError,
     ProtocolError as ProtocolError,

@@ -10,6 +10,7 @@
      |   `- DeadlineExceeded   a wait ended at its deadline
      |- ProtocolError          a message is malformed, unexpected or of another protocol version
      |- RefusedError           the request was understood and refused; nothing changed
+     |- Orphaned               a process that this one serves for has ended
      |- CommitError            a version could not be made live
      |   `- IllegalTransition  a state machine was given an event its state does not allow
      `- RefitFailed            a swap ended without being live everywhere (carries which members and why)
@@ -94,6 +95,12 @@ class RefusedError(RefitdError):
     """The request was understood and refused; nothing has changed."""
 
     code = "refused"
+
+
+class Orphaned(RefitdError):
+    """A process that this one serves for has ended: the client's registrations are closed, and it serves nothing."""
+
+    code = "orphaned"
 
 
 class CommitError(RefitdError):

@@ -17,6 +17,7 @@ from refitd.text import shown
 
 MAX_COUNT = 1 << 62
 MAX_SMALL = 1 << 20
+MAX_PID = 1 << 22
 MAX_SECONDS = 1e9
 MAX_NAME = 512
 

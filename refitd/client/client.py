@@ -17,10 +17,11 @@ from refitd.buffers.cuda import name_of
 from refitd.client.arena_memory import REQUEST_S, ArenaMemory
 from refitd.client.arguments import MAX_SMALL, flag, hook, seconds, text, whole
 from refitd.client.connection import Connection, close_all
+from refitd.client.lifeline import Lifeline
 from refitd.client.operations import Operations
 from refitd.client.reconnect import REGISTER_S, Give, Line
 from refitd.config import default_runtime_dir
-from refitd.errors import ConfigError, RefitdError, RefusedError, TransportError, needing_torch
+from refitd.errors import ConfigError, Orphaned, RefitdError, RefusedError, TransportError, needing_torch
 from refitd.logs import Escaped
 from refitd.protocol import control, local
 from refitd.protocol.shards import shard_of
@@ -53,10 +54,13 @@ _log.addFilter(Escaped())
 class Client(ArenaMemory, Operations):
     """A session with this node's daemon, made by `refitd.connect`. Close it, or use it as a context manager."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Line, lives_with: Lifeline | None = None) -> None:
         super().__init__(line)
         line.start(self._register_again)
         _open.add(self)
+        self._lives_with = lives_with  # kept: it ends with its last client
+        if lives_with is not None:
+            lives_with.on_end(self._orphan)
 
     @property
     def node(self) -> str:
@@ -498,6 +502,17 @@ class Client(ArenaMemory, Operations):
         """
         self._close(goodbye=True)
 
+    def _orphan(self, error: Orphaned) -> None:
+        """Serve nothing, and give the names back: a process that this one serves for has ended."""
+        if self._connection.current.is_foreign:
+            return
+        _log.error("%s", error)
+        failure = local.Failure(code=error.code, message=str(error))
+        for one in list(self._registered):
+            one.give_up(failure)
+        self._connection.orphan(error)
+        self._close(goodbye=True)
+
     def _close(self, *, goodbye: bool) -> None:
         if self._connection.current.is_foreign:
             return
@@ -579,6 +594,7 @@ def connect(
     timeout: float = 10.0,
     uid: int | None = None,
     reconnect: bool = True,
+    lives_with: Lifeline | None = None,
 ) -> Client:
     """Connect to the daemon of this node.
 
@@ -592,12 +608,20 @@ def connect(
             versions that they hold, targets with the version that they serve, with their arenas. Engines serve on
             until their permit ends. Calls wait for it within their timeouts, 60 s at most. Without, calls raise
             PeerLost at once, and nothing comes back.
+        lives_with: the processes that this one serves for, an engine's server for instance. Once one of them has ended,
+            the client closes its registrations, so that the server's successor gets the name; every target's `version`
+            becomes None, and calls raise Orphaned.
 
     Raises:
         TransportError: no daemon runs there, or it does not answer.
         ConfigError: the address is not a valid path.
         RefusedError: the daemon belongs to another user, or does not admit this one.
+        Orphaned: a process of `lives_with` has ended.
     """
+    if lives_with is not None:
+        if not isinstance(lives_with, Lifeline):
+            raise RefusedError(f"lives_with is {shown(lives_with)}, expected a refitd.Lifeline")
+        lives_with.check()
     try:
         directory = Path(address) if address is not None else default_runtime_dir()
     except TypeError:
@@ -611,4 +635,4 @@ def connect(
     def dial(within_s: float) -> Connection:
         return Connection(directory, name, within_s, uid, may_be_link=is_named)
 
-    return Client(Line(dial, timeout, reconnect=reconnect))
+    return Client(Line(dial, timeout, reconnect=reconnect), lives_with)

@@ -9,7 +9,7 @@ import threading
 from refitd.buffers.permits import Permit
 from refitd.client.connection import Connection
 from refitd.client.steps import PollSteps
-from refitd.errors import CommitError, PeerLost, RefitdError, RefusedError, from_code
+from refitd.errors import CommitError, Orphaned, PeerLost, RefitdError, RefusedError, from_code
 from refitd.protocol import local
 from refitd.protocol.base import Message
 
@@ -51,6 +51,7 @@ class CommitState:
         self.away = ""  # why the daemon cannot be reached now; it is waited for
         self.stood_down = False  # on_resume was called with None because the daemon had ended
         self.failure: local.Failure | None = None
+        self.orphaned = ""  # why this process must serve nothing more: one that it serves for has ended
         self.error: RefitdError | None = None  # why a callback's commit failed, or the loss of the daemon
         self.version: int | None = registered.version  # held by the tensors; None while they hold no whole version
         self.run = registered.run  # of the version that the tensors held last
@@ -60,7 +61,7 @@ class CommitState:
     def serves(self) -> int | None:
         """Return the version that the engine may serve; None: it must serve nothing."""
         version = self.version
-        if version is None or self.fenced or self.suspended or os.getpid() != self.pid:
+        if version is None or self.fenced or self.orphaned or self.suspended or os.getpid() != self.pid:
             return None
         permit = self.permit
         return version if permit is None or permit.left_s() > 0 else None
@@ -69,6 +70,8 @@ class CommitState:
         """Return why the engine must not serve the version that it holds; "" if it may, or holds none."""
         if os.getpid() != self.pid:
             return "this process was forked from the one that has registered, and hears nothing; connect here"
+        if self.orphaned:
+            return self.orphaned
         if self.suspended and not self.fenced:
             return "it is suspended: its tensors are put away until resume()"
         permit = self.permit
@@ -125,6 +128,8 @@ class CommitState:
         with self.lock:
             self.failure, self.version = failure, None
             self.error, self.away = from_code(failure.code, failure.message), ""
+            if failure.code == Orphaned.code:  # a commit under way ends, and no other begins
+                self.orphaned, self.prepare, self.asked = failure.message, None, None
             self.changed.notify_all()
 
     def close(self) -> None:
@@ -140,7 +145,7 @@ class CommitState:
         """Handle a notification of the daemon."""
         with self.lock:
             match message:
-                case local.PrepareCommit() if self.closed:
+                case local.PrepareCommit() if self.closed or self.orphaned:
                     pass  # it was on its way; the daemon learns from the end of the registration
                 case local.PrepareCommit(swap) if swap == self.taken:
                     # already committed, but the coordinator died before it knew
@@ -182,6 +187,8 @@ class CommitState:
                     _log.warning("member=%s evicted: %s", member, reason)
                     self.fenced, self.prepare, self.asked, self.is_evicted = text, None, None, True
                     self.failure = local.Failure(code=RefusedError.code, message=text)
+                case local.Failure() if self.orphaned:
+                    pass  # the end of the session that this process has closed
                 case local.Failure(_, text) if self.connection.is_awaited and self.failure is None:
                     self.away = text
                     if self.in_place and self.asked is not None:

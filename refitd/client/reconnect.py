@@ -14,7 +14,7 @@ from msgspec import structs
 from refitd.client.arena_files import ArenaFiles
 from refitd.client.connection import Connection
 from refitd.client.reentrant_lock import check_process
-from refitd.errors import ArenaError, PeerLost, RefitdError, RefusedError, TransportError
+from refitd.errors import ArenaError, Orphaned, PeerLost, RefitdError, RefusedError, TransportError
 from refitd.protocol import local
 from refitd.protocol.base import Message
 from refitd.protocol.reports import HistoryReport, SwapProgress
@@ -72,6 +72,7 @@ class Line:
         self._closed = False
         self._away_since: float | None = None
         self._reason = ""  # why the daemon cannot be reached now
+        self._orphaned: Orphaned | None = None  # why this client can do no more
         self._again: Callable[[Connection, Give], None] = lambda connection, give: None
 
     def start(self, again: Callable[[Connection, Give], None]) -> None:
@@ -86,6 +87,7 @@ class Line:
 
         Raises:
             PeerLost: it is not back by then; says since when, and what is the matter.
+            Orphaned: a process that this one serves for has ended.
         """
         deadline = time.monotonic() + min(timeout, LONGEST_WAIT_S)
         check_process(self.current.pid)
@@ -97,6 +99,7 @@ class Line:
                     f"{self._reason or 'it has just ended'}; start it if it does not run, this client goes on trying"
                 )
             time.sleep(LOOK_S)  # no lock: a signal handler may have interrupted whoever would end this
+        self._check_orphaned()
         return self.current
 
     def request(
@@ -114,7 +117,11 @@ class Line:
         """
         deadline = time.monotonic() + timeout
         connection = self.steady(timeout)
-        return connection.request(message, reply, max(0.0, deadline - time.monotonic()), on_progress)
+        try:
+            return connection.request(message, reply, max(0.0, deadline - time.monotonic()), on_progress)
+        except PeerLost:
+            self._check_orphaned()
+            raise
 
     def lasting(self, timeout: float, do: Callable[[Connection, float], T]) -> T:
         """Return what `do(connection, seconds left)` returns; repeat it if the daemon ends meanwhile and is back.
@@ -131,6 +138,7 @@ class Line:
             try:
                 return do(connection, max(0.0, deadline - time.monotonic()))
             except PeerLost:
+                self._check_orphaned()
                 if not connection.is_awaited or time.monotonic() >= deadline:
                     raise
             except TransportError as exc:
@@ -154,6 +162,16 @@ class Line:
         """
         if connection.is_lost or connection is not self.current:
             raise PeerLost(f"the refitd daemon in {connection.directory} ended meanwhile; do it again")
+
+    def orphan(self, error: Orphaned) -> None:
+        """Have every later call raise the error, and wait for no other daemon."""
+        self._orphaned = error
+        self._closed = True
+        self.current.is_awaited = False
+
+    def _check_orphaned(self) -> None:
+        if self._orphaned is not None:
+            raise Orphaned(str(self._orphaned))
 
     # --- the end, and the next daemon ---------------------------------------------------------------------
 

@@ -281,10 +281,10 @@ class Source:
 
     def _check_open(self) -> None:
         check_process(self._pid)
-        if self._closed:
-            raise RefusedError(f"this source of model {self.model!r} is closed; register it again")
         if self._failure is not None:
             raise from_code(self._failure.code, self._failure.message)
+        if self._closed:
+            raise RefusedError(f"this source of model {self.model!r} is closed; register it again")
 
     def _withdraw(self, version: int) -> None:
         self._leases.pop(version, None)

@@ -152,10 +152,10 @@ class StreamedSource:
         return self._wire
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise RefusedError(f"this source of model {self.model!r} is closed; declare it again")
         if self._failure is not None:
             raise from_code(self._failure.code, self._failure.message)
+        if self._closed:
+            raise RefusedError(f"this source of model {self.model!r} is closed; declare it again")
 
     def arenas(self) -> set[int]:
         """Return the arenas from `allocate` that it uses: none."""
