@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import socket
 import time
@@ -78,6 +79,7 @@ class SchedulerRank:
         _check_version()
         self._model, self._settings = model, settings
         self._client: refitd.Client | None = None
+        self._lifeline: refitd.Lifeline | None = None  # of the server that started this scheduler
         self._target: refitd.Target | None = None
         self._own: Offered = {}  # what the checkpoint has, once the engine was compared with it
 
@@ -92,7 +94,9 @@ class SchedulerRank:
         if self._target is not None and isinstance(self._target.error, refitd.PeerLost):
             self.let_go()  # its daemon has gone
         if self._target is None:
-            self._client = refitd.connect(self._settings.directory or None, reconnect=False)
+            if self._lifeline is None and multiprocessing.parent_process() is not None:
+                self._lifeline = refitd.Lifeline.of_parent("SGLang's server")
+            self._client = refitd.connect(self._settings.directory or None, reconnect=False, lives_with=self._lifeline)
             try:
                 self._target = self._register(self._client)
             except BaseException:
@@ -232,7 +236,10 @@ class Follower:
         self._next_try, self._said = float("-inf"), Said(log)
 
     def before_batch(self, scheduler: Any, *_: Any, **__: Any) -> None:
-        """Commit what is pending; CommitError ends the scheduler, whose weights are parts of two versions."""
+        """Commit what is pending.
+
+        CommitError ends the scheduler: its weights are parts of two versions. Orphaned ends it: its server has ended.
+        """
         self._steps += 1
         self._attend(scheduler, self._steps, begin=True)
 
@@ -251,7 +258,7 @@ class Follower:
                 self._said = Said(log)
                 self._target.poll(step=step, begin=begin)
                 return
-        except refitd.CommitError:
+        except (refitd.CommitError, refitd.Orphaned):
             raise
         except refitd.TransportError as exc:  # PeerLost is one
             self._said.say(logging.WARNING, f"refitd: {exc}; this engine serves what it has, and tries again")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import select
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from typing import Self
 
 from refitd.client.arguments import MAX_PID, text, whole
 from refitd.errors import Orphaned, RefusedError
@@ -55,6 +57,26 @@ class Lifeline:
         self._close.atexit = False
         watched = fds, wake, weakref.ref(self)
         threading.Thread(target=_watch, args=watched, name="refitd-lifeline", daemon=True).start()
+
+    @classmethod
+    def of_parent(cls, what: str) -> Self:
+        """Return the lifeline of the process that started this one: `what` it is, such as "the API server".
+
+        In a process of `multiprocessing` that is the process which created it; elsewhere the parent, which must live
+        when this is called.
+
+        Raises:
+            Orphaned: it has ended.
+            RefusedError: as the constructor.
+        """
+        started = multiprocessing.parent_process()
+        pid = os.getppid() if started is None or started.pid is None else started.pid
+        lifeline = cls({pid: what})
+        # The pid is the parent's if the parent lives now. Otherwise it may have been given to another process.
+        if os.getppid() != pid and (started is None or not started.is_alive()):
+            lifeline.close()
+            raise _orphaned(f"{what} (pid {pid}) has ended")
+        return lifeline
 
     @property
     def ended(self) -> str:

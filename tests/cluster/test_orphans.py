@@ -148,12 +148,11 @@ def test_a_source_whose_processes_have_ended_offers_nothing_more(daemon: Daemon)
     lifeline = refitd.Lifeline({sleeper.pid: "the controller"})
     with refitd.connect(daemon.directory, lives_with=lifeline) as client, daemon.connect() as other:
         source = client.register_source("policy", {"w": torch.zeros(8)})
-        source.publish(1)
         sleeper.kill()
         sleeper.wait()
         eventually(lambda: not other.status().models, "its name is free")
         with pytest.raises(refitd.Orphaned, match="the controller"):
-            source.publish(2)
+            source.publish(1)
         with pytest.raises(refitd.Orphaned, match="the controller"):
             client.register_source("policy", {"w": torch.zeros(8)})
     with pytest.raises(refitd.Orphaned, match="the controller"):

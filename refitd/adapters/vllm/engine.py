@@ -24,6 +24,7 @@ import refitd
 from refitd.adapters.engine_checks import Offered, check_covered, check_shapes
 from refitd.adapters.engine_memory import adopt
 from refitd.adapters.said import Said
+from refitd.adapters.vllm.ends import live_with_server
 from refitd.adapters.vllm.lora import HeldAdapter
 from refitd.adapters.vllm.seams import check_version, is_one_of_many, rest_between_looks
 
@@ -92,6 +93,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         check_version()
         if device.type == "cpu":
             rest_between_looks()
+        self._lifeline = live_with_server()
         self._lock = threading.Lock()  # a forward pass, or a commit
         self._steps = 0
         self._client: refitd.Client | None = None
@@ -244,6 +246,8 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
     @contextlib.contextmanager
     def refitd_step(self) -> Iterator[None]:
         """A commit point, then one forward pass, during which nothing is committed."""
+        if self._lifeline is not None:
+            self._lifeline.check()
         with self._lock:
             self._steps += 1
             target = self._target
@@ -272,7 +276,9 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
     def _bind(self, info: RefitdInitInfo) -> None:
         """Learn the layout from the model's own loader, check it, and register it; or register an adapter."""
         started = time.perf_counter()
-        client = self._client = self._client or refitd.connect(info.directory or None, reconnect=False)
+        client = self._client = self._client or refitd.connect(
+            info.directory or None, reconnect=False, lives_with=self._lifeline
+        )
         rank, world_size, replica = self._place(info)
         offered = client.tensors(info.model, timeout=min(info.timeout_s, 10.0) if info.follow else info.timeout_s)
         with self._lock:  # the model's loader and vLLM's configuration of the moment are nothing for two threads

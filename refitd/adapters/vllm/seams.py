@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from refitd import RefusedError
 from refitd.adapters.vllm import unpacked_experts
+from refitd.adapters.vllm.ends import live_with_server
 
 if TYPE_CHECKING:
     import torch
@@ -117,13 +118,18 @@ def _before(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _resting(init: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an executor's start after which engines that refitd refits on CPUs leave time to other processes."""
+    """Return an executor's start for engines that refitd refits.
+
+    Its process ends with its server. On CPUs, it leaves time to other processes.
+    """
 
     @functools.wraps(init)
     def started(self: Any) -> Any:
         config = self.vllm_config.weight_transfer_config
-        if config is not None and config.backend == "refitd" and self.vllm_config.device_config.device_type == "cpu":
-            rest_between_looks()
+        if config is not None and config.backend == "refitd":
+            self.refitd_lifeline = live_with_server()
+            if self.vllm_config.device_config.device_type == "cpu":
+                rest_between_looks()
         return init(self)
 
     return started

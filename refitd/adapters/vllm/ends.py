@@ -1,0 +1,60 @@
+"""An engine's process ends with the process that it serves for: nothing else can reach it.
+
+    API server (or a script's LLM) -> EngineCore -> workers, with tensor parallelism
+
+Each process watches the one that started it. When the API server is killed, EngineCore ends, and then its workers do.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Mapping
+
+import refitd
+
+log = logging.getLogger("vllm.refitd")
+
+# The names that vLLM gives to the processes that it starts, and what starts them.
+STARTED_BY = {"EngineCore": "the API server", "VllmWorker": "EngineCore"}
+
+# How long a process that is asked to end may take.
+ENDS_S = 10.0
+
+
+class ServerLifeline(refitd.Lifeline):
+    """Ends this process after the one that it serves for: SIGTERM, which vLLM handles, then SIGKILL."""
+
+    def __init__(self, processes: Mapping[int, str]) -> None:
+        super().__init__(processes)
+        self.on_end(self._exit)
+
+    def _exit(self, error: refitd.Orphaned) -> None:
+        log.error("refitd: %s", error)
+        killer = threading.Timer(ENDS_S, os.kill, (os.getpid(), signal.SIGKILL))
+        killer.daemon = True
+        killer.start()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def live_with_server() -> ServerLifeline | None:
+    """Watch the process that started this one of vLLM; None if that is not vLLM, or the kernel has no pidfds.
+
+    An engine that runs in a script's own process (VLLM_ENABLE_V1_MULTIPROCESSING=0) ends with it anyway. An actor of
+    Ray is started by a raylet, which ends it with its owner.
+
+    Raises:
+        Orphaned: that process has ended already.
+    """
+    name = multiprocessing.current_process().name
+    what = next((what for prefix, what in STARTED_BY.items() if name.startswith(prefix)), "")
+    if multiprocessing.parent_process() is None or not what:
+        return None
+    try:
+        return ServerLifeline.of_parent(what)
+    except refitd.RefusedError as exc:
+        log.warning("refitd: %s; if it is killed, this engine keeps its replica's name", exc)
+        return None
