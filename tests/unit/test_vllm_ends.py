@@ -85,5 +85,5 @@ def test_an_engine_whose_server_ended_before_it_looked_is_refused(monkeypatch: p
 
     monkeypatch.setattr(multiprocessing, "parent_process", Ended)
     monkeypatch.setattr(multiprocessing.current_process(), "_name", "EngineCore")
-    with pytest.raises(ends.refitd.Orphaned, match="the API server .* has ended"):
+    with pytest.raises(ends.refitd.Orphaned, match=r"the API server .* has ended"):
         ends.live_with_server()
