@@ -132,6 +132,7 @@ class SchedulerRank:
             check_shapes(own, offered)
         trace = refitd.trace_loader(held, load, offered, owner_rank=rank)
         check_covered(trace, params, own)
+        log.info("refitd: layout of %d tensors: %s", len(trace.metadata), trace.proof or "not proven")
         if settings.check and not self._own:  # later the engine holds other versions than its checkpoint's
             refitd.check_layout(refitd.trace_loader(held, load, own), held, _tensors(settings.checkpoint))
         self._own = own

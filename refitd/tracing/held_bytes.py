@@ -1,7 +1,11 @@
-"""The bytes of tensors, copied before something may write them; where memory is short, their digests."""
+"""The bytes of tensors, copied before something may write them; where memory is short, to a file, or as digests."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import os
+import tempfile
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
@@ -75,6 +79,7 @@ class HeldBytes:
     def __init__(self) -> None:
         self._storages: dict[int, _Storage] = {}
         self.copied = 0
+        self.filed = 0
         self.digested = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
@@ -92,20 +97,26 @@ class HeldBytes:
         self._storages[key].ranges.append(_Range(start, end, [(start, end, name)]))
 
     def take(self) -> None:
-        """Copy the bytes, the smallest tensors first, as far as memory allows; take digests of the others."""
+        """Copy the bytes, the smallest tensors first, as far as memory allows; the others to a file, if it has room."""
         for storage in self._storages.values():
             storage.ranges = list(_joined(storage.ranges))
         todo = [(one.end - one.start, storage, one) for storage in self._storages.values() for one in storage.ranges]
         todo.sort(key=lambda each: each[0])
-        left = ALWAYS
-        if sum(nbytes for nbytes, _, _ in todo) > ALWAYS:
+        left, sizes = ALWAYS, [nbytes for nbytes, _, _ in todo]
+        if sum(sizes) > ALWAYS:
             left = max(ALWAYS, int(SHARE * _available()))
+        spill, at = _temporary(sum(sizes[bisect.bisect(list(itertools.accumulate(sizes)), left) :])), 0
         for nbytes, storage, one in todo:
             live = storage.flat[one.start : one.end]
             if nbytes <= left:
                 one.copy = live.to("cpu", copy=True)
                 self.copied += nbytes
                 left -= nbytes
+            elif spill is not None:
+                one.copy = spill[at : at + nbytes].copy_(live)
+                self.copied += nbytes
+                self.filed += nbytes
+                at += nbytes
             else:
                 one.digest = _digest(live)
                 self.digested += nbytes
@@ -145,6 +156,17 @@ def _joined(ranges: list[_Range]) -> Iterator[_Range]:
             continue
         last = one
         yield one
+
+
+def _temporary(size: int) -> torch.Tensor | None:
+    """Return bytes of a file that has no name any more; None without room for it."""
+    folder = tempfile.gettempdir()
+    free = os.statvfs(folder)
+    if not 0 < size < SHARE * free.f_bavail * free.f_frsize:
+        return None
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="refitd-") as file:
+        os.truncate(file.name, size)
+        return torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
 
 
 def _available() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import tempfile
 import time
 import types
 from collections.abc import Callable, Container, Mapping
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from refitd.errors import PlanError
+from refitd.errors import PlanError, RefusedError
 from refitd.tracing.engine_objects import (
     ATOMS,
     CONTAINERS,
@@ -40,13 +41,15 @@ class Held:
     Attributes:
         tensors: the number of its tensors.
         copied_bytes: bytes that were copied.
-        digested_bytes: bytes that only a digest is kept of, because memory for a copy was short: a change is noticed,
-            and cannot be put back.
+        file_bytes: those of them in a temporary file, because main memory was short.
+        digested_bytes: bytes that only a digest is kept of, because both were short: a change is noticed, and cannot be
+            put back. Such an engine's layout cannot be proven.
         seconds: the time for both, and for the comparisons afterwards.
     """
 
     tensors: int = 0
     copied_bytes: int = 0
+    file_bytes: int = 0
     digested_bytes: int = 0
     seconds: float = 0.0
 
@@ -116,7 +119,7 @@ class Isolation:
     """
 
     def __init__(self, params: Mapping[str, torch.Tensor], load_fn: Load) -> None:
-        """Look at the engine and copy its bytes; with little memory, take digests of them.
+        """Look at the engine and copy its bytes; with little memory, to a file, and else take digests of them.
 
         Args:
             params: the engine's tensors by name.
@@ -141,7 +144,7 @@ class Isolation:
     @property
     def held(self) -> Held:
         """What is kept, and the time it took so far."""
-        return Held(len(self._tensors), self._bytes.copied, self._bytes.digested, self._seconds)
+        return Held(len(self._tensors), self._bytes.copied, self._bytes.filed, self._bytes.digested, self._seconds)
 
     @property
     def others(self) -> dict[int, str]:
@@ -149,6 +152,18 @@ class Isolation:
         given = {storage_key(one.alias) for one in self._tensors.values() if id(one.tensor) in self._names}
         found = {storage_key(one.alias): one.name for one in self._tensors.values()}
         return {key: name for key, name in found.items() if key not in given}
+
+    def check_room(self) -> None:
+        """Refuse to have the engine's tensors written where no copy of some is kept.
+
+        Raises:
+            RefusedError: neither main memory nor the disk had room.
+        """
+        if self._bytes.digested:
+            raise RefusedError(
+                f"{self._bytes.digested} bytes of the engine's tensors have no copy while its layout is proven: main "
+                f"memory and {tempfile.gettempdir()} are short; make room, or set TMPDIR to a larger file system"
+            )
 
     def put_back(self, followed: Container[int] = ()) -> Changes:
         """Put the engine back as it was; return what was changed around the trace.

@@ -18,8 +18,10 @@ from refitd.describe.walks import Axis, Laid, Walk, along
 from refitd.dtypes import dtype_name
 from refitd.errors import PlanError, RefusedError
 from refitd.text import nearest
+from refitd.tracing.comparison import differing, tiles_of
 from refitd.tracing.isolation import Held, Isolation
 from refitd.tracing.memory import Origin, Written
+from refitd.tracing.probes import Proof, prove
 from refitd.tracing.threads import Following, around
 from refitd.tracing.tracer import Shape, Tracer
 
@@ -39,6 +41,9 @@ class LoaderTrace:
         untouched: the engine's tensors that the loader does not write.
         unused: canonical tensors that nothing is taken of.
         held: what was kept to put the engine back as it was: bytes and time.
+        proof: how the layout was proven on values that the loader has not seen; None if the engine's tensors have no
+            values (the meta device).
+        reasons: for tensors of `computed` that the trace took for copies, by name: where the loader gave other values.
     """
 
     metadata: dict[str, ParameterMetadata]
@@ -46,11 +51,15 @@ class LoaderTrace:
     untouched: tuple[str, ...]
     unused: tuple[str, ...]
     held: Held = field(default_factory=Held)
+    proof: Proof | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     def problems(self) -> list[str]:
         """Return one line for each tensor that no refit would keep up to date."""
         found = [
-            f"{name}: computed from {', '.join(sources[:5]) or 'constants'}" for name, sources in self.computed.items()
+            f"{name}: computed from {', '.join(sources[:5]) or 'constants'}"
+            + (f" ({self.reasons[name]})" if name in self.reasons else "")
+            for name, sources in self.computed.items()
         ]
         return found + [f"{name}: the loader takes nothing of it" for name in self.unused]
 
@@ -65,9 +74,12 @@ def trace_loader(
     """Run a loader on tensors without values, and return which element of which canonical tensor goes where.
 
     The loader may slice, transpose, reshape, concatenate, stack, repeat, pad with a constant and convert; it writes
-    with `copy_`, `fill_` or `load_state_dict`, in threads, too. The engine is as it was afterwards, also on error: its
-    modules, their attributes, and the bytes of their tensors, of which a copy is taken, or a digest where memory is
-    short.
+    with `copy_`, `fill_` or `load_state_dict`, in threads, too.
+
+    Afterwards the loader runs on checkpoints of made-up values, in the engine's tensors, and must give them what the
+    layout says, bit for bit; a tensor that differs is `computed`. The engine must not serve before this returns. Then
+    it is as it was, also on error: its modules, their attributes, and the bytes of their tensors, of which a copy is
+    kept. On the meta device nothing is proven.
 
     Args:
         params: the engine's tensors by its own names, on any device (also meta): the Parameters themselves where the
@@ -78,8 +90,9 @@ def trace_loader(
 
     Raises:
         PlanError: the loader replaces a tensor, writes it through something that is not followed, leaves parts of one
-            unwritten, or starts a process; by name.
-        RefusedError: the loader itself raises, as it does for a name that it does not know.
+            unwritten, writes others for other values, or starts a process; by name.
+        RefusedError: the loader itself raises, as it does for a name that it does not know, or raises for all kinds of
+            made-up values; or there is no room for a copy of the engine's tensors.
     """
     tracer = Tracer(params, shapes)
     isolation = Isolation(params, load_fn)
@@ -98,8 +111,32 @@ def trace_loader(
     changes.check()
     kept = [*changes.added, *((isolation.others[key], tensor) for key, tensor in following.written.items())]
     made = {name: tracer.sources_of(tensor) for name, tensor in kept if tracer.is_followed(tensor)}
-    trace = _result(tracer, owner_rank)
+    trace = _proven(tracer, _result(tracer, owner_rank), isolation, {*following.written}, load_fn)
     return replace(trace, computed=made | trace.computed, held=isolation.held)
+
+
+def _proven(
+    tracer: Tracer,
+    trace: LoaderTrace,
+    isolation: Isolation,
+    others: set[int],
+    load_fn: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
+) -> LoaderTrace:
+    """Return the trace with its proof; tensors that differ from the layout on a probe are computed."""
+    proof, refuted = prove(trace.metadata, trace.untouched, tracer.written, others, isolation, load_fn, tracer.shapes)
+    reasons = {
+        name: f"it looked like a copy, and on probe {found.probe} differs from {found.source or 'a constant'}"
+        for name, found in refuted.items()
+    }
+    return replace(
+        trace,
+        metadata={name: meta for name, meta in trace.metadata.items() if name not in refuted},
+        computed=trace.computed
+        | {name: _sources(trace.metadata[name]) if name in trace.metadata else () for name in refuted},
+        untouched=tuple(name for name in trace.untouched if name not in refuted),
+        proof=proof,
+        reasons=reasons,
+    )
 
 
 def _at(name: str, shapes: Mapping[str, tuple[Shape, torch.dtype]]) -> str:
@@ -129,8 +166,7 @@ def _result(tracer: Tracer, owner_rank: int | None) -> LoaderTrace:
             if held is None or cast_number(held, wanted) is not None:
                 metadata[written.name] = described
             else:  # a conversion that no worker does
-                tiles = described.tiles or (_whole(described),)
-                computed[written.name] = tuple(sorted({tile.tensor for tile in tiles}))
+                computed[written.name] = _sources(described)
         else:
             untouched.append(written.name)
     unused = tuple(name for name in tracer.given if name not in tracer.used)
@@ -139,6 +175,10 @@ def _result(tracer: Tracer, owner_rank: int | None) -> LoaderTrace:
 
 class _SeveralDtypes(PlanError):
     """A tensor of the engine is made of canonical tensors of several dtypes."""
+
+
+def _sources(meta: ParameterMetadata) -> tuple[str, ...]:
+    return tuple(sorted({tile.tensor for tile in tiles_of(meta)}))
 
 
 def _described(written: Written, owner_rank: int | None) -> ParameterMetadata | None:
@@ -326,66 +366,17 @@ def check_layout(
     Raises:
         RefusedError: names the tensors that differ, or that the checkpoint lacks.
     """
-    wanted: dict[str, list[tuple[str, Tile]]] = {}
-    for name, meta in trace.metadata.items():
-        for tile in meta.tiles or (_whole(meta),):
-            wanted.setdefault(tile.tensor, []).append((name, tile))
-    differing: dict[str, str] = {}
-    for name, weight in weights:
-        for local, tile in wanted.pop(name, ()):
-            if local not in differing and not _holds(params[local], tile, weight):
-                differing[local] = name
-    for local, meta in trace.metadata.items():
-        if meta.fill is not None and local not in differing and not _is_filled(params[local], meta, meta.fill):
-            differing[local] = "nothing, but filled"
-    if differing:
-        shown = "; ".join(f"{local} (from {name})" for local, name in list(differing.items())[:5])
+    found, lacking = differing(trace.metadata, params, weights)
+    if found:
+        shown = "; ".join(f"{local} (from {name or 'nothing, but filled'})" for local, name in list(found.items())[:5])
         raise RefusedError(
-            f"{len(differing)} tensors do not hold what the loader copies from the checkpoint: {shown}. The engine "
+            f"{len(found)} tensors do not hold what the loader copies from the checkpoint: {shown}. The engine "
             "repacks them after loading, or was started with another checkpoint; declare them as Derived, or start it "
             "with the checkpoint that was given"
         )
-    if wanted:
-        known = nearest(next(iter(wanted)), trace.unused)
+    if lacking:
+        known = nearest(lacking[0], trace.unused)
         raise RefusedError(
-            f"the checkpoint lacks {len(wanted)} tensors that the engine loads: {', '.join(list(wanted)[:5])}"
+            f"the checkpoint lacks {len(lacking)} tensors that the engine loads: {', '.join(lacking[:5])}"
             + (f"; nearest: {', '.join(known)}" if known else "")
         )
-
-
-def _whole(meta: ParameterMetadata) -> Tile:
-    shape = tuple(meta.shape)
-    return Tile(meta.resolved_name or meta.name, (0,) * len(shape), shape, 0, row_major(shape))
-
-
-def _holds(tensor: torch.Tensor, tile: Tile, weight: torch.Tensor) -> bool:
-    """Whether a tensor holds a tile of a canonical tensor, bit for bit after conversion to its dtype."""
-    flat = tensor.detach().reshape(-1)
-    r = tile.repeat
-    for i in range(r.count if r else 1):
-        offset, local = list(tile.offset), tile.local_offset
-        if r:
-            offset[r.dim] += i * r.step
-            local += i * r.local_step
-        box = weight[tuple(slice(o, o + n) for o, n in zip(offset, tile.size, strict=True))]
-        mine = flat.as_strided(tile.size, tile.local_stride, flat.storage_offset() + local)
-        converted = box.to(mine.dtype)
-        if not torch.equal(_bytes(mine), _bytes(converted)):
-            return False
-    return True
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _is_filled(tensor: torch.Tensor, meta: ParameterMetadata, fill: float) -> bool:
-    """Whether a tensor holds its fill wherever no tile lies."""
-    rest = torch.ones(tensor.numel(), dtype=torch.bool)
-    for tile in meta.tiles or ():
-        r = tile.repeat
-        for i in range(r.count if r else 1):
-            at = tile.local_offset + (i * r.local_step if r else 0)
-            rest.as_strided(tile.size, tile.local_stride, at).fill_(False)
-    left = tensor.detach().reshape(-1)[rest.to(tensor.device)]
-    return torch.equal(_bytes(left), _bytes(torch.full_like(left, fill)))

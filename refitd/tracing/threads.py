@@ -12,7 +12,7 @@ import multiprocessing.process
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from refitd.errors import PlanError, RefusedError
 from refitd.tracing.held_bytes import storage_key
 from refitd.tracing.operators import tensors_in, written_by
-from refitd.tracing.tracer import Tracer
 
 # How long a trace waits for threads that still run when the loader has returned.
 DEADLINE_S = 10.0
@@ -40,6 +39,16 @@ def around(exc: BaseException) -> str:
         " The loader copies tensors around the trace: in a thread of its own that is older than the trace, or with "
         "dispatch modes disabled. Let it start its threads, or submit to a ThreadPoolExecutor, while it loads"
     )
+
+
+class Operators(Protocol):
+    """What is told of each operator of a loader: the tracer."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Perform one operator."""
+
+    def is_followed(self, tensor: torch.Tensor) -> bool:
+        """Whether a thread that uses this tensor must end before the loader's run does."""
 
 
 class _Work:
@@ -76,7 +85,7 @@ class Following:
         written: the storages of `others` that operators have written, and a tensor in each.
     """
 
-    def __init__(self, tracer: Tracer, others: Mapping[int, str]) -> None:
+    def __init__(self, tracer: Operators, others: Mapping[int, str]) -> None:
         """Follow a loader by `tracer`; `others` names storages of the engine that the tracer does not know."""
         self._tracer, self._others = tracer, others
         self.written: dict[int, torch.Tensor] = {}

@@ -52,7 +52,7 @@ class Tracer(TorchDispatchMode):
 
     def __init__(self, params: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[Shape, torch.dtype]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._shapes = shapes
+        self.shapes = shapes
         self._memories: dict[int, TracedStorage] = {}
         self.written: dict[int, list[Written]] = {}  # by storage
         self._scalars: dict[float, tuple[Origin, int]] = {}
@@ -68,7 +68,7 @@ class Tracer(TorchDispatchMode):
 
     def canonical(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each canonical tensor, without values."""
-        for name, (shape, dtype) in self._shapes.items():
+        for name, (shape, dtype) in self.shapes.items():
             self.last = name
             tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
             size = tuple(tensor.shape)

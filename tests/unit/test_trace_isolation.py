@@ -243,9 +243,10 @@ def test_writes_around_the_trace_are_put_back_and_refused_by_name(write: Callabl
     assert [*everything(engine)] == before
 
 
-def test_bytes_are_only_digested_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_only_digested_where_memory_and_disk_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held_bytes, "ALWAYS", 400)
     monkeypatch.setattr(held_bytes, "_available", lambda: 0)
+    monkeypatch.setattr(held_bytes, "_temporary", lambda size: None)
     tensors = {"small": torch.ones(9), "large": torch.ones(1000), "whole": torch.ones(1000)}
     held = HeldBytes()
     for name, tensor in tensors.items():

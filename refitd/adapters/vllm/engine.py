@@ -341,6 +341,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             self._own = self._own or {name: (tuple(weight.shape), weight.dtype) for name, weight in self._checkpoint()}
             check_shapes(self._own, offered)
         trace = refitd.trace_loader(held, self._load, offered, owner_rank=rank)
+        log.info("refitd: layout of %d tensors: %s", len(trace.metadata), trace.proof or "not proven")
         self._check(trace, params)
         if has_checkpoint and not self._is_checked:
             self._check_held(held)

@@ -1,0 +1,180 @@
+"""Prove a learned layout: run the real loader on made-up checkpoints, and compare every tensor bit for bit."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from refitd.describe.metadata import ParameterMetadata
+from refitd.errors import PlanError, RefusedError
+from refitd.tracing.comparison import bytes_of, differing
+from refitd.tracing.held_bytes import storage_key
+from refitd.tracing.isolation import Isolation
+from refitd.tracing.memory import Written
+from refitd.tracing.probe_values import Probe, Shapes
+from refitd.tracing.threads import Following
+
+Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+
+PROBES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """How a layout was proven.
+
+    Attributes:
+        probes: checkpoints of made-up values that the real loader was run on.
+        seconds: the time that this took, with the copies of the engine's tensors.
+        memory_bytes: main memory for the probes' values, beside one canonical tensor at a time. What the copies of the
+            engine's tensors take is in `LoaderTrace.held`.
+        without_values: the engine's tensors on the meta device, which prove nothing.
+    """
+
+    probes: int
+    seconds: float
+    memory_bytes: int
+    without_values: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return a phrase for logs."""
+        return f"proven on {self.probes} probes in {self.seconds:.2f} s, {self.memory_bytes / 1e6:.0f} MB"
+
+
+@dataclass(frozen=True, slots=True)
+class Refuted:
+    """One of the engine's tensors that the loader does not give what the layout says.
+
+    Attributes:
+        source: the canonical tensor at which they differ; "" where the layout says a constant.
+        probe: the probe's number, from 1.
+    """
+
+    source: str
+    probe: int
+
+
+def prove(
+    metadata: Mapping[str, ParameterMetadata],
+    untouched: Iterable[str],
+    written: Mapping[int, Sequence[Written]],
+    others: Iterable[int],
+    isolation: Isolation,
+    load_fn: Load,
+    shapes: Shapes,
+) -> tuple[Proof | None, dict[str, Refuted]]:
+    """Run a loader on probes, in the engine's own tensors, which are as they were afterwards, also on error.
+
+    Args:
+        metadata: what the layout says, by the engine's names.
+        untouched: tensors that hold no element of a canonical tensor.
+        written: what the trace saw of the engine's tensors, by storage; those on the meta device are passed over.
+        others: further storages that the loader was seen to write.
+        isolation: the engine as it was before the trace.
+        load_fn: the loader.
+        shapes: shape and dtype of every canonical tensor.
+
+    Returns:
+        The proof, None if no tensor has values, and the tensors that differ from the layout on some probe.
+
+    Raises:
+        PlanError: the loader writes other tensors, or replaces them; by name.
+        RefusedError: the loader raises on every kind of values, with its line; or there is no room for copies.
+    """
+    began = time.perf_counter()
+    ones = [one for found in written.values() for one in found if one.tensor.device.type != "meta"]
+    held = {one.name: one.tensor for one in ones}
+    mine = {name: meta for name, meta in metadata.items() if name in held}
+    constant = {one.name for one in ones if one.writes} & {*untouched}
+    seen = {key for key, found in written.items() if any(one.writes or one.is_computed for one in found)} | {*others}
+    left = [one for one in ones if not one.writes and not one.is_computed and storage_key(one.tensor) in seen]
+    without = tuple(name for name in metadata if name not in held)
+    refuted: dict[str, Refuted] = {}
+    if not mine and not constant:
+        return None, refuted
+    isolation.check_room()
+    before = {one.name: bytes_of(one.tensor).clone() for one in left}
+    first: dict[str, torch.Tensor] = {}
+    most = 0
+    for number in range(PROBES):
+        try:
+            probe = _run(isolation, mine, held, load_fn, Probe(number, shapes), seen)
+            changed = [name for name, content in before.items() if not torch.equal(bytes_of(held[name]), content)]
+            wanted = ((name, probe.tensor(name)) for name in shapes)
+            found, _ = differing({n: m for n, m in mine.items() if n not in refuted}, held, wanted)
+            refuted |= {name: Refuted(source, number + 1) for name, source in found.items()}
+            for name in constant:
+                content = bytes_of(held[name]).clone()
+                if not torch.equal(first.setdefault(name, content), content):
+                    refuted.setdefault(name, Refuted("", number + 1))
+            most = max(most, probe.nbytes())
+        finally:
+            changes = isolation.put_back(seen)
+        if changes.replaced:
+            shown = ", ".join(changes.replaced[:5])
+            raise PlanError(f"{shown}: the loader gives {len(changes.replaced)} tensors other memory; put back")
+        if changed := [*changed, *changes.written]:
+            raise PlanError(
+                f"{', '.join(changed[:5])}: the loader writes {len(changed)} tensors that it did not write when its "
+                "layout was learned: it decides by values, or by what it has loaded before; put back"
+            )
+    return Proof(PROBES, time.perf_counter() - began, most, without), refuted
+
+
+def _run(
+    isolation: Isolation,
+    metadata: Mapping[str, ParameterMetadata],
+    held: Mapping[str, torch.Tensor],
+    load_fn: Load,
+    probe: Probe,
+    seen: Container[int],
+) -> Probe:
+    """Load one probe into the engine's tensors; with less unusual values where the loader raises on others."""
+    error: Exception | None = None
+    for mildness in range(3):
+        probe = replace(probe, mildness=mildness)
+        with torch.no_grad():
+            for name in metadata:
+                held[name].detach().copy_(probe.content(held[name].dtype).to(held[name].device))
+            try:
+                with Following(_Unfollowed(seen), {}).run():
+                    load_fn(iter(probe))
+                return probe
+            except PlanError:
+                raise
+            except Exception as exc:
+                error = exc
+        isolation.put_back()
+    assert error is not None
+    raise RefusedError(
+        f"the loader raises on probe {probe.number + 1} of {PROBES}, whose values are made up, and did not when its "
+        f"layout was learned, at {site_of(error)}: {type(error).__name__}: {error}"
+    ) from error
+
+
+class _Unfollowed:
+    """In the place of a tracer: lets operators run, in threads whose end is waited for."""
+
+    def __init__(self, written: Container[int]) -> None:
+        self._written = written
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+    def is_followed(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has memory of the engine."""
+        return storage_key(tensor) in self._written
+
+
+def site_of(exc: BaseException) -> str:
+    """Return the file and line of the innermost call that is neither torch's nor refitd's."""
+    frames = traceback.extract_tb(exc.__traceback__)
+    own, torchs = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
+    found = [f for f in frames if not f.filename.startswith((own + "/tracing", torchs))] or frames[-1:]
+    return f"{found[-1].filename}:{found[-1].lineno}" if found else "an unknown line"
