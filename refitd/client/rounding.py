@@ -16,6 +16,7 @@ from refitd.client.reconnect import Give
 from refitd.client.slots import SourceSlots
 from refitd.client.source_casts import rounded_in
 from refitd.describe.metadata import ParameterMetadata
+from refitd.errors import ProtocolError
 from refitd.protocol import local
 from refitd.protocol.shards import shard_of
 
@@ -79,7 +80,13 @@ def _needed(source: Registered, connection: Connection, wire: Sequence[Parameter
     """Return the canonical names to be offered unrounded; none while a swap goes on reading an older version."""
     deadline = time.monotonic() + min(SWAP_ENDS_S, timeout / 2)
     while True:
-        answer = connection.request(local.GetUnrounded(member=source.member), local.Unrounded, ANSWER_S)
+        try:
+            answer = connection.request(local.GetUnrounded(member=source.member), local.Unrounded, ANSWER_S)
+        except ProtocolError as exc:
+            _log.warning(
+                "member=%s all tensors are rounded: the coordinator or daemon is older: %s", source.member, exc
+            )
+            return set()
         names = rounded_in(wire, answer.names)
         if not names or not answer.is_read:
             return names

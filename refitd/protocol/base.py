@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 
 # 1,000 x major + minor. docs/upgrades.md says which change raises which; `refitd.protocol.versions` compares.
-PROTOCOL_VERSION = 3_003
+PROTOCOL_VERSION = 3_004
 
 # Fits the registration of a 100,000-tensor shard, or the plan of a 10,000-rank node, several times over.
 MAX_MESSAGE_BYTES = 64 << 20

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import refitd
-from refitd.testing import Daemon, Engine
+from refitd import MXFP8Buffer, MXFP8Offer
+from refitd.protocol import local
+from refitd.testing import Daemon, Engine, RunningSwap, eventually
 from tests.support import shards
 
 Tensors = dict[str, torch.Tensor]
@@ -172,7 +174,8 @@ def test_deltas_and_relays_of_a_source_that_widens_hold_the_exact_values(nodes: 
     held = made(0)
     with first.connect() as trainer, others[0].connect() as one, others[1].connect() as two:
         source = trainer.register_source("m", held, cast="bfloat16")
-        plain, live = zeros(), zeros(gate=EXACT)
+        plain = one.allocate({name: (tuple(t.shape), t.dtype) for name, t in zeros().items()})  # it flips
+        live = zeros(gate=EXACT)
         with Engine(one.register_target("m", plain, replica="b")):
             for version in (1, 2):  # rounded, and a delta on a rounded base
                 held["up"][version] += 1
@@ -218,3 +221,100 @@ def test_a_source_that_widened_is_registered_again_with_its_daemon(daemon: Daemo
             source.publish(2)
             assert trainer.swap("m", 2, timeout=60).outcome == "committed"
             assert holds(live, 2)
+
+
+def test_mxfp8_engines_of_a_rounding_source_hold_what_bfloat16_gives_beside_float32_engines(daemon: Daemon) -> None:
+    held = {"w": torch.randn(64, 64), "gate": torch.randn(8, 64)}
+    oracle = MXFP8Buffer.empty((64, 64))
+    sent, made_here = MXFP8Buffer.empty((64, 64)), MXFP8Buffer.empty((64, 64))
+    exact = {name: torch.zeros_like(t) for name, t in held.items()}
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        source = trainer.register_source("m", held, cast="bfloat16", mxfp8=MXFP8Offer(("w",)))
+        gates = [torch.zeros(8, 64, dtype=ROUNDED) for _ in range(2)]
+        targets = [
+            engine.register_target("m", {"w": sent, "gate": gates[0]}, replica="sent", convert_on_send=True),
+            engine.register_target("m", {"w": made_here, "gate": gates[1]}, replica="made"),
+            engine.register_target("m", exact, replica="exact"),
+        ]
+        with Engine(*targets):
+            for version in (1, 2):
+                held["w"].mul_(1.7)
+                source.publish(version)
+                assert trainer.swap("m", version, timeout=60).outcome == "committed"
+                oracle.quantize(held["w"].bfloat16())
+                for found in (sent, made_here):
+                    assert torch.equal(found.data, oracle.data) and torch.equal(found.scale, oracle.scale)
+                assert shards.equal(exact, held)
+                assert all(torch.equal(gate, held["gate"].bfloat16()) for gate in gates)
+        assert trainer.verify("m", timeout=60).outcome == "proven"
+
+
+def test_a_swap_that_reads_an_older_version_is_not_aborted_for_wider_tensors(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("refitd.client.rounding.SWAP_ENDS_S", 0.1)
+    held, live, plain = made(1), zeros(gate=EXACT), zeros()
+    with daemon.connect() as trainer, daemon.connect() as engine, daemon.connect() as operator:
+        source = trainer.register_source("m", held, cast="bfloat16")
+        slow = engine.register_target("m", plain, replica="b")
+        source.publish(1)
+        swap = RunningSwap(operator, "m", 1)
+        eventually(lambda: slow.pending == 1, "version 1 is decided, and not committed")
+        target = engine.register_target("m", live, replica="a")
+        source.publish(2)  # rounded once more: the swap of version 1 reads this source
+        with Engine(slow, target):
+            assert swap.result().outcome == "committed"
+            fill(held, 3)
+            source.publish(3)
+            assert trainer.swap("m", 3, timeout=60).outcome == "committed"
+            assert holds(live, 3) and holds(plain, 3)
+
+
+def test_a_source_without_memory_for_wider_tensors_says_so_and_goes_on_once_there_is_room(
+    start_daemon: Callable[..., Daemon],
+) -> None:
+    daemon = start_daemon(f"[node]\nmax_arena_bytes = {8 << 20}\n")
+    held = {"w": torch.randn(256, 1024)}  # slots of 0.5 MiB each rounded, 1 MiB unrounded
+    live = {"w": torch.zeros(256, 1024)}
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        source = trainer.register_source("m", held, cast="bfloat16")
+        target = engine.register_target("m", live, replica="a")
+        room = daemon.node().arena_bytes
+        filler = engine.allocate({"x": (((8 << 20) - room - (1 << 19),), torch.uint8)})
+        with pytest.raises(refitd.ArenaError, match="max_arena_bytes"):
+            source.publish(1)
+        engine.free(filler)
+        with Engine(target):
+            source.publish(1)
+            assert trainer.swap("m", 1, timeout=60).outcome == "committed"
+        assert shards.equal(live, held)
+
+
+def test_source_ranks_of_different_casts_are_refused_by_name(daemon: Daemon) -> None:
+    held = {"w": torch.randn(4, 4)}
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        for rank, cast in enumerate(("bfloat16", None)):
+            trainer.register_source("m", held, rank=rank, world_size=2, cast=cast).publish(1)
+        with pytest.raises(refitd.PlanError, match=r"w: dtype is .*all source ranks need the same cast"):
+            trainer.tensors("m", timeout=5)
+        engine.register_target("m", {"w": torch.zeros(4, 4, dtype=ROUNDED)}, replica="a")
+        with pytest.raises(refitd.RefitdError, match="all source ranks need the same cast"):
+            trainer.swap("m", 1, timeout=30)
+
+
+def test_a_coordinator_that_does_not_know_the_question_leaves_tensors_rounded(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before this release: a client that was upgraded first publishes on."""
+
+    class GetNothingKnown(local.GetUnrounded, frozen=True):
+        """A kind of message that the daemon does not have."""
+
+    monkeypatch.setattr("refitd.client.rounding.local.GetUnrounded", GetNothingKnown)
+    held, plain = made(1), zeros()
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        source = trainer.register_source("m", held, cast="bfloat16")
+        with Engine(engine.register_target("m", plain, replica="b")):
+            source.publish(1)
+            assert trainer.swap("m", 1, timeout=60).outcome == "committed"
+            assert holds(plain, 1)

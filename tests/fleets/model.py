@@ -95,8 +95,8 @@ class Model:
             stride = choice((1, 1, 1, 2, 3)) if dim is not None and shape[dim] % 72 == 0 else 1
             self.cuts[f"t{number}.w"] = Cut(dim, stride)
             self.whole[f"t{number}.w"] = torch.randn(shape, generator=self.generator).to(self.dtype)
-        casts = self.dtype is torch.float32 and self.random.random() < 0.4
-        self.offered = torch.bfloat16 if casts else self.dtype
+        self.casts = self.dtype is torch.float32 and self.random.random() < 0.5
+        self.offered = torch.bfloat16 if self.casts else self.dtype
         ranks = choice((1, 2, 3, 4))
         self.layout = choice((Layout(1, ranks), Layout(1, ranks), Layout(1, ranks, is_whole=True), Layout(ranks, 1)))
         self.sources = [self._offered(rank, ranks) for rank in range(ranks)]
@@ -141,12 +141,12 @@ class Model:
         shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()}
         options: dict[str, Any] = {"rank": rank, "world_size": ranks}
         options["metadata"] = self.described(held, self.layout, rank)
-        casts = self.offered is not self.dtype
+        options["cast"] = self.offered if self.casts else None
         kind = self.random.choice(OFFERS)
-        if kind == "streamed" and not casts:
+        if kind == "streamed":
             return client.declare_source(self.name, shapes, **options), {}, kind
         live = client.allocate(shapes) if kind == "arena" else held
-        return client.register_source(self.name, live, cast=self.offered if casts else None, **options), live, kind
+        return client.register_source(self.name, live, **options), live, kind
 
     def add(self, replica: str) -> None:
         """Register a replica of a random kind and layout."""
@@ -158,17 +158,23 @@ class Model:
         dtype = torch.bfloat16 if narrows else self.offered
         tp, stages = (1, 1) if kind in ("mxfp8", "in-place") else (choice((1, 1, 2, 4)), choice((1, 1, 2)))
         layout = Layout(stages, tp)
+        dtypes = dict.fromkeys(self.whole, dtype)
+        if self.casts and kind != "mxfp8" and self.random.random() < 0.6:  # some tensors stay unrounded in this engine
+            dtypes = {name: choice((torch.bfloat16, torch.float32, torch.float16)) for name in self.whole}
         for rank in range(layout.world_size):
-            self.ranks.append(self._registered(replica, kind, layout, rank, dtype))
+            self.ranks.append(self._registered(replica, kind, layout, rank, dtypes))
 
-    def _registered(self, replica: str, kind: str, layout: Layout, rank: int, dtype: torch.dtype) -> Rank:
+    def _registered(
+        self, replica: str, kind: str, layout: Layout, rank: int, dtypes: Mapping[str, torch.dtype]
+    ) -> Rank:
         client = self.random.choice(self.clients)
-        held = {name: torch.zeros_like(t, dtype=dtype) for name, t in self.part(self.whole, layout, rank).items()}
+        part = self.part(self.whole, layout, rank)
+        held = {name: torch.zeros_like(tensor, dtype=dtypes[name]) for name, tensor in part.items()}
         options: dict[str, Any] = {"metadata": self.described(held, layout, rank)}
         live: Mapping[str, Any] = held
         match kind:
             case "flip" | "in-place":
-                live = client.allocate({name: (tuple(tensor.shape), dtype) for name, tensor in held.items()})
+                live = client.allocate({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()})
                 options |= {"mode": kind, "on_pause": (lambda version: None) if kind == "in-place" else None}
             case "adopted" | "kept":
                 module = _module(held)
@@ -180,12 +186,14 @@ class Model:
                     for name, t in held.items()
                 }
                 options = {}
-        if dtype is not self.offered:
+        if self.casts:
+            options["cast"] = (kind != "mxfp8" and self.random.random() < 0.5) or {*dtypes.values()} != {self.offered}
+        elif {*dtypes.values()} != {self.offered}:
             options["cast"] = self.offered
         target = client.register_target(
             self.name, live, replica=replica, rank=rank, world_size=layout.world_size, **options
         )
-        return Rank(replica, kind, layout, rank, dtype, live, target)
+        return Rank(replica, kind, layout, rank, next(iter(dtypes.values())), live, target)
 
     def polls(self) -> AbstractContextManager[object]:
         """Poll for all ranks on one thread, or have each wait on a thread of its own."""
@@ -228,7 +236,8 @@ class Model:
             assert not rank.target.fenced, f"{self.name} {rank.replica} {rank.rank}: {rank.target.fenced}"
             for name, tensor in self.part(self.states[served], rank.layout, rank.rank).items() if served else ():
                 what = f"{self.name} version {served}: {name} of {rank.replica} rank {rank.rank}, {rank.kind}"
-                assert _holds(rank.live[name], tensor.to(self.offered)), what
+                is_exact = self.casts and not isinstance(rank.live[name], MXFP8Buffer)
+                assert _holds(rank.live[name], tensor if is_exact else tensor.to(self.offered)), what
         assert all(len(versions) == 1 for versions in serving.values()), f"{self.name} is torn: {serving}"
         if version is not None:
             assert set().union(*serving.values()) == {version}, f"{self.name}: {serving}, expected {version}"

@@ -42,7 +42,8 @@ class Fleet:
             except refitd.RefitdError as exc:
                 self.note(str(exc))
                 time.sleep(1.0)
-                version = model.publish() if model.has_lent else version
+                # a version that was rounded before an engine came that needs it unrounded fits no more
+                version = model.publish() if model.has_lent or model.casts else version
         raise AssertionError(f"{model.name}: no swap has worked {ATTEMPTS} times")
 
     def live(self, model: Model) -> int | None:
@@ -50,7 +51,7 @@ class Fleet:
         (status,) = (one for one in self.client.status().models if one.model == model.name)
         others = {rank.replica for rank in model.ranks if rank.kind != "mxfp8" and rank.dtype is model.offered}
         is_held = status.live in status.complete_versions or len(others) > 1
-        return status.live if is_held else None
+        return status.live if is_held and not model.casts else None
 
 
 def swap(fleet: Fleet, model: Model) -> None:
