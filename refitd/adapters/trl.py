@@ -97,9 +97,9 @@ class RefitdWeightTransfer:
             self._source = self._client.declare_source(self._model, shapes, cast=self._cast, timeout=self._timeout)
             weights = iter(first)
         version = self._source.next_version
-        self._source.publish_from(version, weights, timeout=self._timeout)
-        if self._servers:
+        if self._servers:  # before the publication, which rounds what no engine needs unrounded
             self._fleet.prepare(self._init_engines, self._catch_up)
+        self._source.publish_from(version, weights, timeout=self._timeout)
         swap_and_drive(
             self._client,
             self._model,

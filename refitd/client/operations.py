@@ -205,7 +205,8 @@ class Operations:
     def tensors(self, model: str, *, timeout: float = 30.0) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the shape and dtype of every canonical tensor that the sources of `model` offer, by canonical name.
 
-        Waits until every source rank has registered.
+        Waits until every source rank has registered. The dtype of a tensor that its source may round
+        (`register_source(cast="bfloat16")`) is the one before rounding.
 
         Raises:
             DeadlineExceeded: source ranks have not registered in time; the error names them.

@@ -53,8 +53,8 @@ def mismatches_of(layouts: Layouts, offered: Mapping[str, Offered]) -> dict[str,
                 found[layouts.tensors[number]].append(
                     f"{layouts.tensors[number]}: dtype is {', '.join(said)}: its source has rounded these versions "
                     f"from {one.exact} to {one.dtype} (cast=), before it knew of a rank that needs {one.exact}; "
-                    "publish a newer version, which is not rounded here (all source ranks need the same cast), or ask "
-                    "for the cast of this tensor by name"
+                    "publish a newer version, which is not rounded here (all source ranks need the same cast); "
+                    f"cast={{NAME: '{one.exact}', '*': '{one.dtype}'}} never rounds a tensor"
                 )
                 continue
             do = advice or _shape_advice(layouts, number, geometry[rows])
