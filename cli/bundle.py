@@ -19,6 +19,7 @@ from pathlib import Path
 
 from refitd.config import Config
 from refitd.errors import ConfigError, RefitdError
+from refitd.files import open_regular
 from refitd_cli import checks
 from refitd_cli.commands.config import as_toml, in_force
 from refitd_cli.output import to_json
@@ -160,7 +161,7 @@ def _journal(unit: str) -> bytes:
 
 
 def _end(path: str) -> bytes:
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+    with open(open_regular(path), "rb") as file:
         nbytes = file.seek(0, os.SEEK_END)
         file.seek(max(0, nbytes - MAX_ITEM_BYTES))
         return file.read(MAX_ITEM_BYTES)

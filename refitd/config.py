@@ -14,10 +14,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from refitd.errors import ConfigError
+from refitd.files import read_regular
 from refitd.text import flaw, unprintable
 
 Role = Literal["trainer", "engine", "operator"]
 LAST_PORT = (1 << 16) - 1
+MAX_CONFIG_BYTES = 16 << 20
 MAX_PORT = LAST_PORT - 1  # the next one is a standalone daemon's coordinator's
 Positive = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
@@ -252,7 +254,7 @@ def read(
         if found := flaw(where):
             raise ConfigError(f"--config {where!r} {found}; pass --config FILE")
         try:
-            values = tomllib.loads(Path(path).read_text())
+            values = tomllib.loads(read_regular(path, MAX_CONFIG_BYTES).decode())
         except OSError as exc:
             raise ConfigError(f"{path}: cannot be read: {exc.strerror}; pass --config FILE") from exc
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:

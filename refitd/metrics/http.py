@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from refitd.errors import RefusedError
 
@@ -17,6 +18,10 @@ from refitd.errors import RefusedError
 MAX_CLIENTS = 32
 MAX_REQUEST_BYTES = 16 << 10
 EXCHANGE_S = 5.0
+# If all connections are taken, the oldest is closed for the next one, but each has at least this long. The next ones
+# wait in the kernel: behind 500 slow clients, a request waits 500 / MAX_CLIENTS * GRACE_S = 3 s.
+GRACE_S = 0.2
+BACKLOG = 512
 
 _STATUS = {
     200: "OK",
@@ -68,7 +73,8 @@ class HttpServer:
         """
         self._names = {name.lower().rstrip(".") for name in (*names, address[0], "localhost")}
         self._routes = routes
-        self._clients = 0
+        self._open: dict[asyncio.Task[None], float] = {}  # since when each connection is open, the oldest first
+        self._heard: set[asyncio.Task[None]] = set()  # that have sent a whole request
         host, port = address
         self._socket = listening(address, f"{setting} {f'[{host}]' if ':' in host else host}:{port}")
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
@@ -89,32 +95,53 @@ class HttpServer:
             self._loop.run_until_complete(self._serve())
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(
-            self._answer, sock=self._socket, limit=MAX_REQUEST_BYTES, backlog=MAX_CLIENTS
-        )
+        accepting = asyncio.create_task(self._accept())
         await self._stop.wait()
-        server.close()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
+        others = [accepting, *self._open]
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
 
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._make_room()
+            try:
+                accepted, _ = await loop.sock_accept(self._socket)
+                reader, writer = await asyncio.open_connection(sock=accepted, limit=MAX_REQUEST_BYTES)
+            except OSError:  # the client has left, or no descriptor is free
+                await asyncio.sleep(GRACE_S)
+                continue
+            task = asyncio.create_task(self._answer(reader, writer))
+            self._open[task] = loop.time()
+            task.add_done_callback(partial(self._ended, writer))
+
+    async def _make_room(self) -> None:
+        """Return once there is room for another connection: one has ended, or was closed after its GRACE_S."""
+        now = asyncio.get_running_loop().time
+        while len(self._open) >= MAX_CLIENTS:
+            left = next(iter(self._open.values())) + GRACE_S - now()
+            if left <= 0:
+                had_time = [task for task, since in self._open.items() if since + GRACE_S <= now()]
+                min(had_time, key=lambda task: (task in self._heard, self._open[task])).cancel()
+            await asyncio.wait(self._open, timeout=max(left, 0.01), return_when=asyncio.FIRST_COMPLETED)
+
+    def _ended(self, writer: asyncio.StreamWriter, task: asyncio.Task[None]) -> None:
+        del self._open[task]
+        self._heard.discard(task)
+        writer.transport.abort()  # after an orderly close this does nothing
+
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._clients += 1
-        try:
-            if self._clients > MAX_CLIENTS:
-                return  # without an answer: whoever opens that many connections may not read them either
+        task = asyncio.current_task()
+        assert task is not None
+        with contextlib.suppress(TimeoutError, OSError, asyncio.CancelledError):
             async with asyncio.timeout(EXCHANGE_S):
                 page, is_head = await self._page_for(reader)
+                self._heard.add(task)
                 writer.write(_response(page, is_head=is_head))
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
-        except (TimeoutError, OSError, asyncio.CancelledError):
-            pass  # cancelled by `close`: before 3.12, asyncio reports a connection's cancelled task as an error
-        finally:
-            self._clients -= 1
-            writer.transport.abort()  # after an orderly close this does nothing
 
     async def _page_for(self, reader: asyncio.StreamReader) -> tuple[Page, bool]:
         try:
@@ -185,7 +212,7 @@ def _bound(address: tuple[str, int]) -> socket.socket:
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(where)
-        found.listen(MAX_CLIENTS)
+        found.listen(BACKLOG)
         found.setblocking(False)
     except BaseException:
         found.close()

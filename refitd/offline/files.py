@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from refitd.errors import ConfigError
+from refitd.files import read_regular
 from refitd.offline.layouts import layout_problems
 from refitd.offline.models import read_model
 from refitd.offline.shards import read_shards
@@ -105,15 +106,11 @@ def to_json(manifest: ModelSpec | Manifest) -> str:
 def read_file(path: Path) -> dict[str, Any]:
     """Return the tables of a file, TOML or JSON by its ending; raises ConfigError if it cannot be read."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        text = data.decode()
+        text = read_regular(path, MAX_FILE_BYTES).decode()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path}: has more than {MAX_FILE_BYTES} bytes, the most a manifest may have")
     return parse(text, str(path), is_json=path.suffix == ".json")
 
 

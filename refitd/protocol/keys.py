@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 import struct
 import tomllib
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ import zmq
 from zmq.utils import z85
 
 from refitd.errors import ConfigError
+from refitd.files import open_regular
 from refitd.protocol.roles import ALL_ROLES, Allowed, read_roles
 
 KEYGEN = "`refitctl keygen NAME` makes keys"
@@ -221,14 +221,11 @@ def _create(path: Path, text: str, mode: int, replace: bool) -> None:
 
 def _read(path: Path, forbidden: int, repair: str, advice: str) -> str:
     try:
-        # O_NONBLOCK: opening a fifo must not block
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        with open(open_regular(path), "rb") as file:
             found = os.fstat(file.fileno())
-            content = file.read(_MAX_BYTES + 1) if stat.S_ISREG(found.st_mode) else b""
+            content = file.read(_MAX_BYTES + 1)
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}; {advice}") from exc
-    if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"{path}: not a file; {advice}")
     if found.st_uid not in (0, os.getuid()):
         raise ConfigError(f"{path}: belongs to uid {found.st_uid}, expected {os.getuid()} or 0; chown it")
     if found.st_mode & forbidden:

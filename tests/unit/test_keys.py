@@ -93,10 +93,10 @@ def test_malformed_key_file_is_named_with_the_next_step_and_without_the_secret(t
 def test_what_is_no_file_is_refused_at_once(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.key: cannot be read: No such file"):
         keys.read(tmp_path / "none.key")
-    with pytest.raises(ConfigError, match="Is a directory"):
+    with pytest.raises(ConfigError, match="it is a directory, expected a regular file"):
         keys.read(tmp_path)
     os.mkfifo(tmp_path / "fifo.key", 0o600)
-    with pytest.raises(ConfigError, match="not a file"):
+    with pytest.raises(ConfigError, match="it is a FIFO, expected a regular file"):
         keys.read(tmp_path / "fifo.key")
 
 

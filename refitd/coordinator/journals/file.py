@@ -12,6 +12,7 @@ from pathlib import Path
 
 from refitd.coordinator.journals.base import SCHEMA_VERSION, Journal, LeadLost
 from refitd.errors import CommitError
+from refitd.files import check_regular
 
 # How long a write waits if another program has locked the file. No message is answered meanwhile, and daemons consider
 # a coordinator gone after 5 s.
@@ -40,6 +41,8 @@ class FileJournal(Journal):
         self._is_tidy = self._syncs = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                check_regular(path)
             self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._own()
             self._db = sqlite3.connect(path, isolation_level=None, timeout=_LOCKED_S)

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from refitd.config import EtcdConfig, EtcdPlace
 from refitd.errors import CommitError
+from refitd.files import check_regular, open_regular
 from refitd.text import brief, printable
 
 # Seconds that one member may take for one request. A frozen one costs this once; then the others are asked first.
@@ -267,13 +268,15 @@ class Gateway:
 
 
 def _secret(path: Path) -> str:
-    with path.open(encoding="utf-8") as file:
+    with open(open_regular(path), encoding="utf-8") as file:
         if (mode := os.fstat(file.fileno()).st_mode & 0o777) & 0o077:
             raise OSError(f"{path}: mode {mode:o} lets others read the password; chmod 600 {path}")
         return file.read(4096).rstrip("\n")
 
 
 def _tls(options: EtcdConfig) -> ssl.SSLContext:
+    for path in filter(None, (options.ca, options.cert, options.key)):
+        check_regular(path)
     found = ssl.create_default_context(cafile=options.ca or None)
     if options.cert:
         found.load_cert_chain(options.cert, options.key or None)
