@@ -92,6 +92,7 @@ Seconds are from the fault until a swap that began after it was decided, and unt
 | committed and not decided | {len(judged.undecided_commits)} |
 | decided and aborted | {len(judged.decided_aborts)} |
 | torn: a replica with parts of two versions | {len(judged.torn)} |
+| fenced: a replica that served nothing, although its permit had not ended | {len(judged.fenced)} |
 """
 
 

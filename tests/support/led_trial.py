@@ -54,10 +54,11 @@ class Judged:
     undecided_commits: list[str] = field(default_factory=list)
     decided_aborts: list[str] = field(default_factory=list)
     torn: list[str] = field(default_factory=list)
+    fenced: list[str] = field(default_factory=list)
 
     @property
     def wrong(self) -> list[str]:
-        return [*self.twice, *self.undecided_commits, *self.decided_aborts, *self.torn]
+        return [*self.twice, *self.undecided_commits, *self.decided_aborts, *self.torn, *self.fenced]
 
 
 class Trial:
@@ -88,6 +89,7 @@ class Trial:
         self._before: list[tuple[int, list[Any]]] = []  # revisions and values of decisions that etcd has compacted
         self._since = 1
         self.torn: list[str] = []
+        self.fenced: list[str] = []  # replicas that served nothing for a while: no fault here outlasts their permits
         self._swapped = 0
         self._stop = threading.Event()
         self._failure: BaseException | None = None
@@ -102,6 +104,7 @@ class Trial:
                     self.fleet.insist()
                     thread = threading.Thread(target=self._swap, daemon=True)
                     thread.start()
+                    threading.Thread(target=self._watch, daemon=True).start()
                     try:
                         yield self
                     finally:
@@ -122,6 +125,12 @@ class Trial:
                 self._swapped += 1
         except BaseException as exc:
             self._failure = exc
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.002):
+            for i, target in enumerate(self.fleet.targets):
+                if (reason := target.fenced) and not any(reason[:20] in one for one in self.fenced):
+                    self.fenced.append(f"replica r{i} served nothing: {reason}")
 
     def _is_served(self) -> bool:
         return set(self.fleet.held()) == {self.fleet.version}
@@ -271,7 +280,7 @@ class Trial:
         # the logs first: what they say was committed has been decided before
         logs = "\n".join(part.log() for part in [*self.led.coordinators, *self.led.daemons.values()])
         decided = [(row[3], row[4]) for _, row in self._changes(LIVE)]  # sequence, swap
-        found = Judged(len(decided), torn=self.torn)
+        found = Judged(len(decided), torn=self.torn, fenced=self.fenced)
         for (other, earlier), (sequence, swap) in pairwise(decided):
             if sequence != other + 1 or swap == earlier:
                 found.twice.append(f"decision {sequence} ({swap}) after {other} ({earlier})")
