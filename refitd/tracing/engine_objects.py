@@ -128,31 +128,40 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
             yield from _global_names(constant)
 
 
+def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield a module's own parameters, buffers and tensors, without those of modules inside."""
+    attributes = vars(module)
+    for held in (attributes, attributes.get("_parameters") or {}, attributes.get("_buffers") or {}):
+        for item in held.values():
+            if isinstance(item, torch.Tensor):
+                yield item
+
+
 def engine_modules(
     params: Mapping[str, torch.Tensor], load_fn: Load, reached: list[Any]
 ) -> list[tuple[str, torch.nn.Module]]:
     """Return the modules that hold one of the given tensors, or its memory, and the modules around them.
 
-    The garbage collector knows all modules but those of before `gc.freeze`, which the loader reaches.
+    A loader changes what it reaches. If it reaches no module with some of the tensors, all modules that the garbage
+    collector knows are looked at, too (all but those of before `gc.freeze`).
     """
-    objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.nn.Module)}
-    found = {id(value): value for value in objects if type(value) in kinds}
-    del objects
     own = getattr(load_fn, "__self__", None)
+    keys = {key for tensor in params.values() if (key := storage_key(tensor))}
+    found: dict[int, torch.nn.Module] = {}
     for value in (*reached, own):
         if isinstance(value, torch.nn.Module):
             found.update((id(module), module) for module in value.modules())
-    keys = {key for tensor in params.values() if (key := storage_key(tensor))}
+    if keys - {storage_key(tensor) for module in found.values() for tensor in _own_tensors(module)}:
+        objects = gc.get_objects()
+        kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.nn.Module)}
+        found.update((id(value), value) for value in objects if type(value) in kinds)
+        del objects
     parents: dict[int, list[int]] = {}
     engine: list[int] = [id(own)] if isinstance(own, torch.nn.Module) else []
     for number, module in found.items():
-        attributes = vars(module)
-        for child in (attributes.get("_modules") or {}).values():
+        for child in (vars(module).get("_modules") or {}).values():
             parents.setdefault(id(child), []).append(number)
-        held = [attributes, attributes.get("_parameters") or {}, attributes.get("_buffers") or {}]
-        tensors = (item for one in held for item in one.values() if isinstance(item, torch.Tensor))
-        if any(storage_key(tensor) in keys for tensor in tensors):
+        if any(storage_key(tensor) in keys for tensor in _own_tensors(module)):
             engine.append(number)
     belongs: set[int] = set()
     while engine:

@@ -1,0 +1,1 @@
+"""Random loaders, and a judge of the layouts that are learned from them."""
