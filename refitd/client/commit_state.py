@@ -69,7 +69,11 @@ class CommitState:
     def obstacle(self) -> str:
         """Return why the engine must not serve the version that it holds; "" if it may, or holds none."""
         if os.getpid() != self.pid:
-            return "this process was forked from the one that has registered, and hears nothing; connect here"
+            return (
+                f"this process was forked from pid {self.pid}, which registered it; it gets no news of versions here, "
+                "and memory of allocate() and adopt() changes with versions there; connect and register in this "
+                "process, or start it with spawn"
+            )
         if self.orphaned:
             return self.orphaned
         if self.suspended and not self.fenced:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from refitd.client.aio import awaitable
 from refitd.client.arguments import MAX_SMALL, flag, hook, seconds, text, whole
+from refitd.client.reentrant_lock import check_process
 from refitd.errors import DeadlineExceeded, RefusedError
 from refitd.protocol import local
 from refitd.protocol.base import MAX_TEXT_BYTES
@@ -224,6 +225,7 @@ class Operations:
         from refitd.describe.roster import Roster
         from refitd.protocol.shards import metadata_of
 
+        check_process(self._connection.current.pid)  # a RefusedError of a fork must not be waited for
         deadline = time.monotonic() + timeout
         while True:
             try:

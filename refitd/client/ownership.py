@@ -47,6 +47,9 @@ class Owner(Protocol):
     def owned(self) -> Owned | None:
         """Return its memory; None once it is registered no more."""
 
+    def forked(self) -> None:
+        """Warn, in a forked child, if the parent's commits change weights there."""
+
 
 # Process-wide, because memory belongs to the process: two clients know nothing of each other. A target is forgotten
 # with its last reference, and one that has ended owns nothing, so that no address outlives its tensor.
@@ -90,3 +93,11 @@ def _check(first: Owned, mine: Owned, whose: str) -> None:
     first.tensors.written.check_apart(mine.tensors.written, whose)
     first.tensors.written.check_kept(*mine.tensors.unwritten(), f" of {whose}")
     mine.tensors.written.check_kept(*first.tensors.unwritten(), f" of {mine.who}, which registers now")
+
+
+def _forked() -> None:
+    for owner in list(_OWNERS):
+        owner.forked()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -53,5 +53,5 @@ def check_process(pid: int) -> None:
     if os.getpid() != pid:
         raise RefusedError(
             f"this client belongs to pid {pid}, and this is its forked child {os.getpid()}; connect again after fork "
-            "(refitd.connect())"
+            "(refitd.connect()), or start the process with spawn"
         )

@@ -196,6 +196,7 @@ class Source:
     @property
     def next_version(self) -> int:
         """The lowest version that may be published: above the live one and all that this rank has published."""
+        check_process(self._pid)
         return self._next_version
 
     @property
@@ -345,6 +346,7 @@ class Lease:
     @property
     def has_ended(self) -> bool:
         """Whether the tensors may be mutated again."""
+        check_process(self._source._pid)
         return self._ended.is_set()
 
     def wait(self, timeout: float) -> None:
@@ -354,6 +356,7 @@ class Lease:
             DeadlineExceeded: no swap read them in time; the lease continues.
             RefitdError: the daemon has gone.
         """
+        check_process(self._source._pid)
         if not self._ended.wait(seconds("timeout", timeout)):
             raise DeadlineExceeded(
                 f"model {self._source.model!r} version {self.version} was lent, and no swap read it within "

@@ -69,6 +69,7 @@ class StreamedSource:
     @property
     def next_version(self) -> int:
         """The lowest version that may be published."""
+        check_process(self._pid)
         return self._next_version
 
     def publish_from(self, version: int, weights: Weights, *, timeout: float = 60.0) -> None:

@@ -13,6 +13,7 @@ from refitd.client.devices import Arena
 from refitd.client.flip import ArenaPair
 from refitd.client.mxfp8 import TargetTensors
 from refitd.client.reconnect import Give
+from refitd.client.reentrant_lock import check_process
 from refitd.errors import ArenaError, CommitError, RefitdError, RefusedError
 from refitd.protocol import local
 
@@ -81,7 +82,9 @@ class TakeOver:
 
         Raises:
             CommitError: the commit failed; or it is no longer pending, and nothing was written.
+            RefusedError: another thread applies it; or this is a forked child, and nothing was written.
         """
+        check_process(self._state.pid)
         started = time.perf_counter() if started is None else started
         state, is_taker = self._state, False
         what = f"{state.who}: the commit of version {prepare.version}"

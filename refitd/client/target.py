@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +33,8 @@ from refitd.protocol.base import Message
 from refitd.text import shown
 
 NOTHING_PENDING = -1
+
+_log = logging.getLogger("refitd.client")
 
 # How long closing a target waits for a commit on the callback's thread.
 COMMIT_ENDS_S = 5.0
@@ -117,9 +121,9 @@ class Target:
 
     @property
     def pending(self) -> int | None:
-        """The decided version that waits for this rank's commit point; None if there is none."""
+        """The decided version that waits for this rank's commit point; None if none does, and in forked children."""
         prepare = self._state.prepare
-        return None if prepare is None else prepare.version
+        return None if prepare is None or os.getpid() != self._state.pid else prepare.version
 
     def poll(
         self, agree: Callable[[int], int] | None = None, *, step: int | None = None, begin: bool = True
@@ -301,6 +305,11 @@ class Target:
             return None
         m = self._message
         return Owned(state.pid, str(state.connection.directory), m.model, m.replica, m.rank, self._tensors)
+
+    def forked(self) -> None:
+        """In a forked child: warn if its weights are shared with the parent, whose commits change them here."""
+        if not self._state.closed and self.arenas():
+            _log.warning("member=%s %s", self.member, self._state.obstacle())
 
     def arenas(self) -> set[int]:
         """Return the arenas from `allocate` that hold its tensors."""

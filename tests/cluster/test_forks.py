@@ -136,3 +136,63 @@ def test_closing_hangs_up_though_a_forked_child_lives(daemon: Daemon, trainer: T
         os.close(r)
         os.close(w)
         os.waitpid(child, 0)
+
+
+READS = """
+import os, sys, torch, refitd
+from refitd.testing import Engine
+folder, where = sys.argv[1:3]
+client, trainer = refitd.connect(folder, name="serves"), refitd.connect(folder, name="trains")
+given = {"w": torch.zeros(300, 70)}
+source = trainer.register_source("policy", given)
+lent = trainer.register_source("lent", {"w": torch.zeros(4, 4)}, pull=True)
+live = client.allocate({"w": ((300, 70), torch.float32)}) if where == "shared" else {"w": torch.zeros(300, 70)}
+target = client.register_target("policy", live, replica="a")
+
+def swap(version):
+    given["w"].fill_(version)
+    source.publish(version)
+    with Engine(target):
+        trainer.swap("policy", version, timeout=30)
+
+swap(1)
+lease = lent.lend(1)
+begin, ready = os.pipe()
+parent = os.getpid()
+if os.fork() == 0:
+    os.read(begin, 1)  # the parent has committed version 2
+    print(where, "holds", sorted(set(live["w"].flatten().tolist())))
+    print("serves", target.version, target.pending, f"forked from pid {parent}" in target.fenced)
+    reads = {
+        "poll": target.poll, "wait": lambda: target.wait(2), "resume": target.resume, "suspend": target.suspend,
+        "verify": lambda: client.verify("policy"), "tensors": lambda: client.tensors("policy"),
+        "status": client.status, "next": lambda: source.next_version, "lend": lambda: source.lend(7),
+        "ended": lambda: lease.has_ended, "lease": lambda: lease.wait(30), "swap": lambda: client.swap("policy"),
+        "again": lambda: client.register_target("policy", live, replica="b"),
+        "free": lambda: client.free(live), "allocate": lambda: client.allocate({"x": ((1,), torch.float32)}),
+    }
+    for name, read in reads.items():
+        try:
+            print(name, "was done:", read())
+        except refitd.RefusedError as exc:
+            if f"belongs to pid {parent}" not in str(exc) or "spawn" not in str(exc):
+                print(name, exc)
+    sys.stdout.flush()
+    os._exit(0)
+swap(2)
+os.write(ready, b"x")
+assert os.wait()[1] == 0
+assert target.version == 2 and (live["w"] == 2).all() and trainer.verify("policy").outcome == "proven"
+lease.withdraw()
+"""
+
+
+@pytest.mark.parametrize("where", ["shared", "private"])
+def test_every_read_of_the_api_in_a_forked_child_is_refused_and_names_its_parent(daemon: Daemon, where: str) -> None:
+    ran = programs.run(programs.python(daemon, READS, where))
+    lines = ran.stdout.splitlines()
+    assert lines[1:] == ["serves None None True"], ran.stdout + ran.stderr
+    if where == "private":
+        assert lines[0] == "private holds [1.0]" and not ran.stderr
+    else:
+        assert ran.stderr.count("was forked from pid") == 1 and "policy/a:0" in ran.stderr
