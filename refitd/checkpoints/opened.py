@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+import xxhash
+
 from refitd.errors import CheckpointError
 from refitd.files import open_regular
 
@@ -131,6 +133,11 @@ class OpenedFolder:
         if problems:
             more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise CheckpointError(f"{'; '.join(problems[:5])}{more}; {_NEXT}")
+
+    def identity(self) -> str:
+        """Return a digest of the files' names, sizes and modification times, equal on all nodes that see the folder."""
+        marks = [(name, file.mark.size, file.mark.modified_ns) for name, file in sorted(self.files.items())]
+        return xxhash.xxh3_128_hexdigest(repr(marks).encode())
 
     def keep(self, names: Collection[str]) -> None:
         """Close the files of other names; `check` looks at them as before."""

@@ -109,6 +109,7 @@ def publish_checkpoint(
             world_size=world_size,
             slots=1,
             partial=partial,
+            origin=checkpoint.opened.identity() if world_size > 1 else "",
             timeout=timeout,
         )
         number = source.next_version if version is None else version

@@ -182,6 +182,7 @@ class Client(ArenaMemory, Operations):
         slots: int = 2,
         partial: bool = False,
         device: str | torch.device = "cpu",
+        origin: str = "",
         timeout: float = 60.0,
     ) -> StreamedSource:
         """Offer tensors of `model` that this rank produces one after the other and never holds all at once.
@@ -197,10 +198,13 @@ class Client(ArenaMemory, Operations):
             slots: as in `register_source`.
             partial: what is declared is a part; see `register_source`.
             device: where the slots lie: "cpu" or "cuda:N".
+            origin: identifies the checkpoint of which this rank publishes a part, in at most 512 characters. Ranks of
+                one model that are attached at the same time must have the same.
             timeout: seconds for allocating the slots and being admitted.
 
         Raises:
-            RefusedError: the rank is taken, or the descriptions are invalid.
+            RefusedError: the rank is taken, its origin differs from that of another rank, or the descriptions are
+                invalid.
             ArenaError: there is not enough memory for the slots.
         """
         from refitd.client.devices import number_of
@@ -224,6 +228,7 @@ class Client(ArenaMemory, Operations):
             live=(),
             device="" if gpu == HOST else name_of(gpu),
             timeout_s=timeout,
+            origin=text("origin", origin, least=0),
         )
         connection = self._connection.steady(timeout)
         registered, made = self._slots(connection, message, timeout)

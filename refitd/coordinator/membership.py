@@ -121,10 +121,11 @@ class Membership:
         return "; ".join(said)
 
     def check_part(self, a: AddShard, shard: Shard) -> None:
-        """Check that a source rank and the attached ones agree on whether they offer all of the model or a part.
+        """Check that a source rank and the attached ones offer parts of one checkpoint, and agree on `partial`.
 
         Raises:
-            RefusedError: it says that all is offered and others that a part is, or the reverse.
+            RefusedError: it says that all is offered and others that a part is, or the reverse; or its part is of
+                another checkpoint than theirs.
         """
         others = self.sources.values() if a.role == "source" else ()
         for other in others:
@@ -132,6 +133,12 @@ class Membership:
                 raise RefusedError(
                     f"model {self.name!r} source rank {a.rank} has partial={shard.is_partial}, {other.describe()} has "
                     f"partial={other.shard.is_partial}; give all ranks of the trainer the same"
+                )
+            if other.attached and other.added.origin != a.origin and other.added.rank != a.rank:
+                raise RefusedError(
+                    f"model {self.name!r} source rank {a.rank} publishes from other files (names, sizes or times) than "
+                    f"{other.describe()}; the folder was replaced, or the nodes see different folders: publish all "
+                    "parts again, from one folder or from copies that keep their times (cp -p)"
                 )
 
     def replaced_by(self, a: AddShard) -> list[Member]:

@@ -473,6 +473,7 @@ def _shard_of(member: LocalMember) -> cluster.AddShard:
         stale=figures.stale,
         run=member.run if member.is_source else member.state.run,
         newest=member.newest if member.newest >= 0 else None,
+        origin=r.origin if isinstance(r, local.RegisterSource) else "",
         staged_version=member.state.next if member.state.step.is_staged else None,
         staged_run=member.state.next_run if member.state.step.is_staged else "",
         committing=member.state.step.is_decided,

@@ -123,6 +123,7 @@ class AddShard(Message, frozen=True, omit_defaults=True):
     suspended: bool = False  # target: its tensors are put away, and swaps leave its replica out
     controlled: bool = False  # target: it commits only when the replica's controller says so
     is_question: bool = False  # ask only whether it would be accepted
+    origin: Label = ""  # source: identifies the checkpoint whose part it publishes
 
 
 class MemberSuspended(Message, frozen=True):

@@ -79,6 +79,7 @@ class RegisterSource(Message, frozen=True):
     given: tuple[GivenSlot, ...] = ()
     run: Label = ""
     newest: Count | None = None
+    origin: Label = ""  # identifies the checkpoint whose part it publishes
 
 
 class RegisterTarget(Message, frozen=True):

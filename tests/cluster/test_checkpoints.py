@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -272,3 +273,31 @@ def test_no_swap_waits_for_a_replica_that_only_observes_or_ends_with_it(daemon: 
             assert client.swap("policy").version == 2  # the observer does not poll
             assert target.version == 2 and observer.version is None
             assert observer.wait(2) == 2
+
+
+def test_parts_of_two_checkpoints_are_never_one_version(daemon: Daemon, tmp_path: Path) -> None:
+    """The folder is replaced between the moments at which two nodes open it."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for number, folder in enumerate((first, second)):
+        folder.mkdir()
+        save_file({name: torch.full((8,), float(number)) for name in "ab"}, folder / WHOLE)
+    os.utime(second / WHOLE, ns=(0, 0))
+
+    def part(folder: Path, rank: int, timeout: float) -> refitd.checkpoints.publish.Published:
+        with daemon.connect() as client:
+            return refitd.publish_checkpoint(client, "policy", folder, rank=rank, world_size=2, timeout=timeout)
+
+    with daemon.connect() as client, ThreadPoolExecutor() as pool:
+        waits = pool.submit(part, first, 0, 6.0)
+        eventually(
+            lambda: any(source.attached for m in client.status().models for source in m.sources), "part 1 is there"
+        )
+        with pytest.raises(
+            refitd.RefusedError, match=r"source rank 1 publishes from other files .* than source rank 0"
+        ):
+            part(second, 1, 5.0)
+        with pytest.raises(refitd.DeadlineExceeded, match=r"parts \[2\] of 2 were not published"):
+            waits.result()
+        copy = shutil.copytree(first, tmp_path / "copy")  # with its times
+        done = list(pool.map(part, (first, copy), (0, 1), (60.0, 60.0)))
+        assert client.status().models[0].complete_versions == (done[0].version,)
