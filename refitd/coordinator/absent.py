@@ -24,7 +24,7 @@ class AbsentRanks:
 
     def __init__(self) -> None:
         self._ranks: dict[_Absent, float] = {}  # until when each may serve
-        self._complete: set[str] = set()  # models of which the journal names all ranks
+        self._complete: set[str] = set()  # models with all ranks named by the journal
 
     def journalled(self, newest_first: Iterable[SwapRecord], until: float) -> None:
         """Add the ranks that each model's last decisions name: an earlier coordinator may have let them serve.

@@ -19,9 +19,8 @@ class Permits:
     An answer proves only that this node was alive when it sent the heartbeat. So a permit lasts from the sending, not
     from the answer.
 
-    A rank that the present coordinator has not admitted yet serves on until the permit of the previous coordinator
-    ends: a new coordinator, and one that lost this node, decides nothing before such permits have ended, or their ranks
-    have registered. That permit is not prolonged.
+    A rank that the present coordinator has not admitted yet keeps the permit of the previous coordinator, which is not
+    prolonged. The present coordinator waits for such permits, or for their ranks to register, before it decides.
     """
 
     def __init__(self, members: dict[str, LocalMember], out: Callable[[Instruction], None]) -> None:

@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order, the swaps of a joint request are decided together, or none of them is."""
+"""The swaps of a joint request are decided together or not at all, in any order of events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ histories = st.lists(onward | onward | turns | mishaps, max_size=30)
 
 
 class Joint:
-    """Two models, of which one may have lost a rank; joint swaps of both; what the coordinator has said about them."""
+    """Joint swaps of two models. One model may have lost a rank."""
 
     def __init__(self, lost: str, order: tuple[str, ...]) -> None:
         self.h: Harness = serving(lost, order)
@@ -98,7 +98,7 @@ def test_joint_swaps_have_one_outcome_in_any_order_of_events(
     history: list[tuple[str, object]], lost: str, order: tuple[str, ...]
 ) -> None:
     joint = Joint(lost, order)
-    for model in MODELS:  # half of the way, so that most histories are about decisions
+    for model in MODELS:  # most histories should reach a decision
         joint.does("ask", model)
         joint.does("load", model)
     for what, about in history:

@@ -1,4 +1,4 @@
-"""A journal on a disk that is full or fails: each answer about a decision is what the next coordinator reads."""
+"""A journal on a full or failing disk: the next coordinator reads each decision as it was answered."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ os._exit(0)
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
 def test_a_decision_whose_sync_failed_is_not_called_refused(tmp_path: Path) -> None:
-    """It is whole in the -wal, so that the next coordinator may find it; the ranks must not be told to abort."""
+    """The -wal holds it whole, and the next coordinator may find it. The ranks must not abort."""
     library, flag = tmp_path / "sync.so", tmp_path / "fails"
     subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(SYNC)], check=True)
     flag.write_text("0")

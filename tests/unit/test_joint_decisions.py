@@ -100,7 +100,7 @@ def test_a_joint_decision_that_is_not_written_aborts_all_its_models() -> None:
 
 
 def test_no_turn_request_or_loss_ends_a_joint_swap_before_the_journal_answers() -> None:
-    """Until it answers, whatever else the coordinator hears."""
+    """The journal's answer is delayed here; other events arrive first."""
     h = serving()
     awaited: list[act.Decide] = []
     handle = h.state.handle
