@@ -52,7 +52,7 @@ def offer_unrounded(
     Args:
         source: the source, whose slots change.
         connection: over which it is registered.
-        wire: the descriptions of what it offers now.
+        wire: the present descriptions of its tensors.
         widen: called with canonical names; offers them unrounded from then on, and returns the new descriptions.
         timeout: seconds.
 
@@ -77,7 +77,7 @@ def offer_unrounded(
 
 
 def _needed(source: Registered, connection: Connection, wire: Sequence[ParameterMetadata], timeout: float) -> set[str]:
-    """Return the canonical names to be offered unrounded; none while a swap goes on reading an older version."""
+    """Return the canonical names to be offered unrounded; none if a swap does not end reading an older version."""
     deadline = time.monotonic() + min(SWAP_ENDS_S, timeout / 2)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The dtypes in which a source offers its tensors: `register_source(cast=)` and `declare_source(cast=)`."""
+"""Choose the dtype of each tensor that a source offers: `register_source(cast=)` and `declare_source(cast=)`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ NOTHING: frozenset[str] = frozenset()
 class SourceCasts:
     """Reads the argument `cast`.
 
-    One dtype is a permission: tensors are rounded to it, except those that some destination needs unrounded. A mapping
-    {pattern: dtype} is an order: each tensor is offered as its pattern says, whatever destinations hold.
+    One dtype is a permission: a tensor is rounded to it unless some destination needs the tensor unrounded. A mapping
+    {pattern: dtype} is an order: each tensor has the dtype of its pattern, and destinations do not change that.
     """
 
     def __init__(self, cast: Cast, *, elsewhere: bool = False) -> None:
@@ -49,7 +49,7 @@ class SourceCasts:
     def offered(
         self, metadata: Collection[ParameterMetadata], exact: Collection[str] = NOTHING
     ) -> list[ParameterMetadata]:
-        """Return the descriptions of what is offered, in the same order.
+        """Return the descriptions of the offered tensors, in the same order.
 
         Args:
             metadata: descriptions of the tensors as they are held.

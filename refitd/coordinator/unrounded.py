@@ -14,7 +14,7 @@ from refitd.protocol.shards import Shard
 def unrounded_by(membership: Membership, source: Member) -> tuple[str, ...]:
     """Return the canonical tensors that a source rank rounds and that some target of its model needs unrounded.
 
-    Ranks that are described alike are compared once.
+    Equal descriptions are compared once.
     """
     offered: dict[str, Offered] | None = None
     needed: set[str] = set()

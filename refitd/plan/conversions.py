@@ -1,4 +1,4 @@
-"""Choose the conversion of each tensor from what its source may offer and what each destination holds.
+"""Choose the conversion of each tensor from its source's offer and the dtype of each destination.
 
 A source that holds float32 and may offer bfloat16 is described in one of two ways:
 
@@ -25,7 +25,7 @@ from refitd.describe.casts import cast_number
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """The dtype in which sources offer a tensor, and the other dtype that the offer names.
+    """The dtype of an offered tensor, and the other dtype that the offer names.
 
     Attributes:
         dtype: of the elements that can be read.
@@ -57,7 +57,7 @@ class Offered:
         return wanted == self.exact != self.dtype and cast_number(wanted, holds) is not None
 
 
-# By canonical name: (dtype, declared cast) of each way in which targets hold the tensor.
+# By canonical name: each (dtype, declared cast) of targets that hold the tensor.
 Held = Mapping[str, Iterable[tuple[str, str | None]]]
 
 

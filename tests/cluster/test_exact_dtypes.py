@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def made(version: int) -> Tensors:
 
 
 def zeros(**dtypes: torch.dtype) -> Tensors:
-    """Tensors of an engine, in bfloat16 where nothing else is said."""
+    """Tensors of an engine, in bfloat16 by default."""
     return {
         name: torch.zeros(t.shape, dtype=dtypes.get(name, ROUNDED) if t.is_floating_point() else t.dtype)
         for name, t in made(0).items()
@@ -318,3 +318,34 @@ def test_a_coordinator_that_does_not_know_the_question_leaves_tensors_rounded(
             source.publish(1)
             assert trainer.swap("m", 1, timeout=60).outcome == "committed"
             assert holds(plain, 1)
+
+
+def test_a_traced_engine_holds_what_its_own_loader_makes_of_the_trainers_float32(daemon: Daemon) -> None:
+    """As vLLM's GLM-4-MoE: a gate and its correction bias in float32, fused projections in bfloat16."""
+    held = {"gate": torch.randn(8, 16), "bias": torch.randn(8), "q": torch.randn(4, 16), "k": torch.randn(2, 16)}
+
+    def empty() -> Tensors:
+        fused = torch.zeros(6, 16, dtype=ROUNDED)
+        return {"gate.weight": torch.zeros(8, 16), "e_score_correction_bias": torch.zeros(8), "qk": fused}
+
+    def loader(params: Tensors) -> Callable[[Iterable[tuple[str, torch.Tensor]]], None]:
+        def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for name, weight in weights:
+                rows = {"q": slice(0, 4), "k": slice(4, 6)}.get(name)
+                whole = {"gate": "gate.weight", "bias": "e_score_correction_bias"}.get(name, "qk")
+                (params[whole] if rows is None else params[whole][rows]).copy_(weight)
+
+        return load
+
+    params, own = empty(), empty()
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        source = trainer.register_source("m", held, cast="bfloat16")
+        trace = refitd.trace_loader(params, loader(params), engine.tensors("m"))
+        target = engine.register_target("m", params, replica="a", metadata=[*trace.metadata.values()])
+        with Engine(target):
+            for version in (1, 2):
+                held["gate"].add_(0.001)
+                source.publish(version)
+                assert trainer.swap("m", version, timeout=60).outcome == "committed"
+                loader(own)(held.items())
+                assert shards.equal(params, own)
