@@ -19,6 +19,7 @@ from refitd.copy_services.base import Capabilities
 from refitd.copy_services.registry import OWN, Offer
 from refitd.errors import ConfigError, RefitdError, TransportError
 from refitd_cli.output import size
+from refitd_cli.rollup import problem_lines
 from refitd_cli.session import ControlClient
 
 # Descriptors a daemon may need: one per arena, one more for each worker it goes to, two per client.
@@ -248,7 +249,7 @@ def daemon(connect: Callable[[], ControlClient]) -> CheckResult:
         return CheckResult("daemon", "fail", str(exc))
     nodes = ", ".join(f"{node.node} (pid {node.pid}, {len(node.workers)} workers)" for node in report.nodes)
     found = f"answers; coordinator pid {report.coordinator_pid}; nodes: {nodes or 'none'}"
-    problems = [f"node {node.node}: {problem}" for node in report.nodes for problem in node.problems]
+    problems = [*problem_lines(report)]
     return CheckResult("daemon", "warn" if problems else "ok", found, "; ".join(problems))
 
 

@@ -14,6 +14,7 @@ from refitd.states import ServingState
 from refitd_cli import html
 from refitd_cli.opened import PLAN, RUNNING, TRACE, Opened
 from refitd_cli.output import counted, duration, size, version, versions
+from refitd_cli.rollup import problem_lines
 from refitd_cli.view import drained_lines
 
 # Limit on the rows of one table; further rows are counted.
@@ -185,7 +186,7 @@ def fragment(shown: Shown) -> str:
         )
     )
     parts += [html.line(line, "warn") for line in drained_lines(status)]
-    parts += [html.line(f"node {node.node}: {problem}", "bad") for node in status.nodes for problem in node.problems]
+    parts += [html.line(line, "bad") for line in problem_lines(status)]
     for model in status.models:
         parts += _model(model)
     if not status.models:

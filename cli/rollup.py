@@ -132,11 +132,17 @@ def _nodes(report: StatusReport) -> str:
     return f"{nodes}, {arenas} arenas of {size(held)}, coordinator pid {report.coordinator_pid}"
 
 
+def problem_lines(report: StatusReport) -> Iterator[str]:
+    """Yield a line for each problem of a node, and for each process there whose registration is refused."""
+    yield from (f"node {node.node}: {problem}" for node in report.nodes for problem in node.problems)
+    yield from (str(one) for node in report.nodes for one in node.refused)
+
+
 def _troubles(report: StatusReport) -> Iterator[str]:
     if report.drained:
         more = len(report.drained) - 5
         yield f"drained nodes: {', '.join(report.drained[:5])}{f' and {more} more' if more > 0 else ''}"
-    yield from (f"node {node.node}: {problem}" for node in report.nodes for problem in node.problems)
+    yield from problem_lines(report)
     down = [link for link in report.links if link.state == LinkState.DOWN]
     if down:
         named = ", ".join(f"{link.source} -> {link.target}" for link in down[:3])

@@ -16,7 +16,7 @@ from refitd.protocol.reports import (
 from refitd.protocol.versions import shown
 from refitd.states import SwapOutcome
 from refitd_cli.output import console, duration, rate, say, size, version, versions
-from refitd_cli.rollup import live_text
+from refitd_cli.rollup import live_text, problem_lines
 from refitd_cli.tables import Grid, grid
 
 NO_MODELS = "no models: no trainer and no engine has registered yet"
@@ -33,7 +33,7 @@ def status_parts(report: StatusReport, nothing: str = NO_MODELS, *, with_events:
     yield grid("nodes", NODE_COLUMNS, map(_node, report.nodes))
     yield from versions_lines(report)
     yield from drained_lines(report)
-    yield from (f"node {node.node}: {problem}" for node in report.nodes for problem in node.problems)
+    yield from problem_lines(report)
     if report.links:
         yield grid("links", LINK_COLUMNS, map(_link, report.links))
     if not report.models:

@@ -36,6 +36,8 @@ OTHERS = {
     "lora-tp2-follow": ("lora_case", "2", "{size}", "follow"),
     "async-grpo": ("trl_case",),
     "bad-input": ("bad_input_case",),
+    "server-killed-tp1": ("killed_case", "1"),
+    "server-killed-tp2": ("killed_case", "2"),
     "restart-tp1": ("restart_case", "1"),
     "restart-tp2": ("restart_case", "2"),
 }

@@ -47,6 +47,11 @@ class Server:
         environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, env=environment)
 
+    @property
+    def pid(self) -> int:
+        """The pid of its API server."""
+        return self._process.pid
+
     def wait(self, seconds: float = 300.0) -> None:
         """Return once it answers.
 
@@ -97,6 +102,12 @@ class Server:
     def has_ended(self) -> bool:
         """Whether its process has ended."""
         return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """Kill its API server alone, as the out-of-memory killer does."""
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
 
     def close(self) -> None:
         """End it."""

@@ -150,6 +150,8 @@ def _as_object(report: SwapReport, error: SwapFailed | None) -> dict[str, Any]:
 
 
 def _show(report: SwapReport) -> None:
+    for one in report.refused:
+        say(str(one), err=True)
     if report.members:
         columns = ("replica", ">rank", "node", "state", ">serves", ">paused", "reason")
         print_table("", columns, (_row(member) for member in report.members))

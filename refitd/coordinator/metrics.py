@@ -50,13 +50,15 @@ class CoordinatorFigures:
     drained: int  # nodes, connected or not
     models: Mapping[str, _ModelFigures]
     queues: Mapping[str, int]
+    refused: Mapping[tuple[str, str], int]  # (model, replica) -> ranks whose registration is refused
     leads: bool = True  # False for a standby
 
 
 def figures(state: CoordinatorState, queues: Mapping[str, int]) -> CoordinatorFigures:
     """Take a snapshot; `queues` are the shell's, with their lengths."""
     models = {name: _model(found) for name, found in state.models.items()}
-    return CoordinatorFigures(len(state.nodes), len(state.drained), models, queues)
+    refused = Tally((one.model, one.replica) for node in state.nodes.values() for one in node.status.refused)
+    return CoordinatorFigures(len(state.nodes), len(state.drained), models, queues, refused)
 
 
 def _model(state: ModelState) -> _ModelFigures:
@@ -100,7 +102,7 @@ class CoordinatorMonitor:
 
     def stands_by(self, lacks: str) -> None:
         """Publish that this process runs but does not lead, and why."""
-        self._exporter.publish(CoordinatorFigures(0, 0, {}, {}, leads=False), lacks)
+        self._exporter.publish(CoordinatorFigures(0, 0, {}, {}, {}, leads=False), lacks)
 
     def publish(self, state: CoordinatorState, queues: Mapping[str, int]) -> None:
         """Publish a snapshot; `queues` are the shell's, with their lengths."""
@@ -171,6 +173,12 @@ class CoordinatorMetrics:
         self._leads = Gauge("refitd_leads", "1 for the coordinator that decides, 0 for a standby.", registry=r)
         self._nodes = Gauge("refitd_nodes", "Daemons that the coordinator knows.", registry=r)
         self._drained = Gauge("refitd_nodes_drained", "Nodes that an operator has drained.", registry=r)
+        self._refused = Gauge(
+            "refitd_registrations_refused",
+            "Ranks whose registration is refused, and that no swap reaches.",
+            ["model", "replica"],
+            registry=r,
+        )
         self._queues = Gauge("refitd_queue_length", "What waits in a queue of the process.", ["queue"], registry=r)
         per_model = ["model"]
         self._published = Gauge(
@@ -269,6 +277,9 @@ class CoordinatorMetrics:
         for gauge in (self._published, self._decided, self._queued, self._running, self._members, self._replica):
             gauge.clear()
         self._lag.clear()
+        self._refused.clear()
+        for labels, ranks in found.refused.items():
+            self._refused.labels(*labels).set(ranks)
         for queue, length in found.queues.items():
             self._queues.labels(queue).set(length)
         for name, model in found.models.items():

@@ -20,6 +20,7 @@ from refitd.protocol.reports import (
     LinkStatus,
     ModelDescription,
     ModelStatus,
+    RefusedRegistration,
     SourceStatus,
     StatusReport,
     TargetStatus,
@@ -191,3 +192,8 @@ def _mode(member: Member) -> CommitMode:
     if member.added.in_place:
         return CommitMode.IN_PLACE
     return CommitMode.FLIP if member.added.flips else CommitMode.COPY
+
+
+def refused_of(nodes: Mapping[str, Node], model: str) -> tuple[RefusedRegistration, ...]:
+    """Return the processes whose registration for a model is refused, in the order of their nodes."""
+    return tuple(one for _, node in sorted(nodes.items()) for one in node.status.refused if one.model == model)

@@ -30,6 +30,7 @@ from refitd.coordinator.report import (
     written_report,
 )
 from refitd.coordinator.schedule import left_behind, used_up
+from refitd.coordinator.status import refused_of
 from refitd.coordinator.steps import CommitAtStep, Silent
 from refitd.coordinator.swap_queue import SwapQueue
 from refitd.coordinator.traces import Traces
@@ -385,7 +386,12 @@ class Swaps:
         members = {name: member for name, member in running.members.items() if name not in seeds}
         report = swap_report(running.swap, members, running.sources, running.kind, now, verified)
         report = msgspec.structs.replace(
-            report, run=running.run, suspended=running.suspended, drained=running.drained, crossing=running.crossing
+            report,
+            run=running.run,
+            suspended=running.suspended,
+            drained=running.drained,
+            crossing=running.crossing,
+            refused=refused_of(self._nodes, state.membership.name),
         )
         return apart_report(report, running.apart)
 

@@ -79,6 +79,7 @@ class ClientRequests:
                 self._free_arena(session, arena)
                 parts.reply(session.id, request, local.Done())
             case local.RegisterSource() | local.RegisterTarget():
+                parts.refused.asked(session, request, message)
                 parts.registrations.register(session, request, message, prepared)
             case control.RegisterController():
                 parts.controllers.register(session, request, message)
@@ -151,6 +152,7 @@ class ClientRequests:
         """End a session; keep what its sources have published, and its targets for engines that return."""
         parts = self._parts
         session = parts.sessions.pop(session_id, None)
+        parts.refused.closed(session_id)
         if session is None:
             return
         is_lost = bool(session.members or session.controllers) and not session.leaves

@@ -32,6 +32,7 @@ from refitd.daemon.pending import (
 from refitd.daemon.permits import Permits
 from refitd.daemon.plans import LocalPlans
 from refitd.daemon.publishing import Publishing
+from refitd.daemon.refused import RefusedRegistrations
 from refitd.daemon.region_digests import RegionDigests
 from refitd.daemon.registration import LocalRegistrations
 from refitd.daemon.retained import RetainedTargets
@@ -70,6 +71,7 @@ class Parts:
         self.sessions: dict[int, ClientSession] = {}
         self.members: dict[str, LocalMember] = {}
         self.problems: tuple[str, ...] = ()
+        self.refused = RefusedRegistrations(node, self.sessions)
         self.now = 0.0
         self.out: list[Instruction] = []
         self.address, self.services = address, services
@@ -145,6 +147,7 @@ class Parts:
             services=self.services,
             gpus=tuple(self.arenas.gpus()),
             problems=tuple(clipped(text) for text in self.problems),
+            refused=self.refused.report(self.now),
         )
 
     def update(self) -> cluster.NodeUpdate:

@@ -115,6 +115,8 @@ class DaemonState(Parts):
             case Tick():
                 self._tick()
         self.digests.dispatch()
+        if self.refused.watch(self.out, now) and self.link.is_up:
+            self.link.say(self.update())  # the coordinator names it in the next swap's report
         done = self.out[:]
         self.out.clear()
         self.timeline.watch(event, done, now)
@@ -166,6 +168,7 @@ class DaemonState(Parts):
         self.digests.tick()
         self.regions.expire(self.now)
         self.arenas.expire(self.now)
+        self.refused.expire(self.now)
         self.publishing.expire(self.members.values(), self.now)
         for member in self.members.values():
             self.publishing.ask_room(member)

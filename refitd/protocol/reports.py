@@ -73,6 +73,32 @@ class Crossing(Value, frozen=True):
         return self.changed_bytes / self.delta_bytes if self.delta_bytes else None
 
 
+class RefusedRegistration(Value, frozen=True):
+    """A process whose registration was refused, so that no swap reaches it, as its daemon knows it.
+
+    It is listed until it registers, or has closed its connection and has not tried for 60 s.
+    """
+
+    model: Label
+    replica: Label  # "" for a source
+    rank: Count
+    node: Label
+    pid: Count
+    name: Label = ""  # of its client
+    reason: Text = ""  # of the last refusal
+    since_s: Seconds = 0.0  # since the first refusal
+    last_s: Seconds = 0.0  # since the last one
+    tries: Count = 1
+
+    def __str__(self) -> str:
+        who = f"replica {self.replica!r}" if self.replica else "source"
+        again = f", {self.tries} tries" if self.tries > 1 else ""
+        return (
+            f"{who} rank {self.rank} of model {self.model!r} is refused (node {self.node}, pid {self.pid}, for "
+            f"{self.since_s:.0f} s{again}) and is not refitted: {self.reason}"
+        )
+
+
 class SwapReport(Message, frozen=True):
     """How a swap ended, or its present state."""
 
@@ -102,6 +128,7 @@ class SwapReport(Message, frozen=True):
     cause: SwapCause = SwapCause.NONE  # the kind of `reason`
     crossing: Crossing = Crossing()
     drained: tuple[Label, ...] = ()  # replicas that it left out because of drained nodes
+    refused: tuple[RefusedRegistration, ...] = ()  # processes of the model that it did not reach
 
     @property
     def seeds(self) -> tuple[str, ...]:
@@ -362,6 +389,7 @@ class NodeStatus(Value, frozen=True):
     services: tuple[Label, ...] = ()  # copy services that can run there
     gpus: tuple[GpuStatus, ...] = ()  # GPUs with arenas; `arenas` and `arena_bytes` count these too
     problems: tuple[Text, ...] = ()  # current problems
+    refused: tuple[RefusedRegistration, ...] = ()  # at most 64; the longest refused first
 
 
 class LinkStatus(Value, frozen=True):

@@ -157,3 +157,27 @@ def test_a_source_whose_processes_have_ended_offers_nothing_more(daemon: Daemon)
             client.register_source("policy", {"w": torch.zeros(8)})
     with pytest.raises(refitd.Orphaned, match="the controller"):
         refitd.connect(daemon.directory, lives_with=lifeline)
+
+
+def test_a_server_that_is_refused_is_in_status_and_in_the_results_of_swaps_until_it_registers(
+    daemon: Daemon, trainer: Trainer, serve: Callable[..., Server]
+) -> None:
+    server = serve()
+    with daemon.connect("restarted server") as client:
+        weights = {"w": torch.zeros(64, 64)}
+        with pytest.raises(refitd.RefusedError) as raised:
+            client.register_target("policy", weights, replica="a")
+        report = trainer.client.swap("policy", trainer.publish(), timeout=ANSWER_S)
+        (node,) = trainer.client.status().nodes
+        for (found,) in (node.refused, report.refused):
+            assert (found.replica, found.rank, found.pid, found.name) == ("a", 0, os.getpid(), "restarted server")
+            assert found.reason == str(raised.value) and str(server.engine) in found.reason
+        for command in (["status"], ["swap", "policy"]):
+            ran = programs.refitctl(daemon, *command)
+            assert "replica 'a' rank 0 of model 'policy' is refused" in ran.stdout + ran.stderr
+        server.kill()
+        eventually(lambda: trainer.targets() == [], "its name is free")
+        target = client.register_target("policy", weights, replica="a")
+        with Engine(target):
+            assert trainer.client.swap("policy", trainer.publish(), timeout=ANSWER_S).refused == ()
+        assert trainer.client.status().nodes[0].refused == ()
