@@ -59,11 +59,11 @@ class Lifeline:
         threading.Thread(target=_watch, args=watched, name="refitd-lifeline", daemon=True).start()
 
     @classmethod
-    def of_parent(cls, what: str) -> Self:
+    def of_parent(cls, what: str, others: Mapping[int, str] | None = None) -> Self:
         """Return the lifeline of the process that started this one: `what` it is, such as "the API server".
 
         In a process of `multiprocessing` that is the process which created it; elsewhere the parent, which must live
-        when this is called.
+        when this is called. `others` are further processes, as in the constructor.
 
         Raises:
             Orphaned: it has ended.
@@ -71,7 +71,7 @@ class Lifeline:
         """
         started = multiprocessing.parent_process()
         pid = os.getppid() if started is None or started.pid is None else started.pid
-        lifeline = cls({pid: what})
+        lifeline = cls({pid: what, **(others or {})})
         # The pid is the parent's if the parent lives now. Otherwise it may have been given to another process.
         if os.getppid() != pid and (started is None or not started.is_alive()):
             lifeline.close()

@@ -56,6 +56,39 @@ def test_an_engine_ends_with_its_server(method: str, name: str) -> None:
     os.close(pidfd)
 
 
+def starting_worker(pipe: Connection) -> None:
+    """An EngineCore that does not end."""
+    ends.live_with_server(starts_workers=True)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    multiprocessing.get_context("spawn").Process(target=engine, args=(pipe, False), name="VllmWorker-0").start()
+    while True:
+        time.sleep(1)
+
+
+def serving(pipe: Connection) -> None:
+    core = multiprocessing.get_context("spawn").Process(target=starting_worker, args=(pipe,), name="EngineCore")
+    core.start()
+    pipe.send(core.pid)
+    signal.pause()
+
+
+def test_a_worker_ends_with_its_server_while_its_engine_core_has_not_ended_yet() -> None:
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serving, args=(there,))
+    process.start()
+    assert here.poll(ENDS_S)
+    core = os.pidfd_open(here.recv())
+    signal.pidfd_send_signal(core, 0)
+    assert here.poll(ENDS_S)
+    worker = os.pidfd_open(here.recv()[0])
+    signal.pidfd_send_signal(core, signal.SIGSTOP)
+    process.kill()
+    assert has_ended(worker, ENDS_S) and not has_ended(core, 0)
+    signal.pidfd_send_signal(core, signal.SIGKILL)
+    os.close(worker)
+    os.close(core)
+
+
 def test_an_engine_that_does_not_end_is_killed() -> None:
     process, pidfd, _ = started("spawn", "EngineCore_DP0", ignores=True)
     process.kill()

@@ -2,7 +2,7 @@
 
     API server (or a script's LLM) -> EngineCore -> workers, with tensor parallelism
 
-Each process watches the one that started it. When the API server is killed, EngineCore ends, and then its workers do.
+Each process watches the one that started it. A worker watches the API server, too: EngineCore may take seconds to end.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ log = logging.getLogger("vllm.refitd")
 
 # The names that vLLM gives to the processes that it starts, and what starts them.
 STARTED_BY = {"EngineCore": "the API server", "VllmWorker": "EngineCore"}
+
+# Tells the workers that EngineCore starts which process started it.
+SERVER = "REFITD_VLLM_SERVER"
 
 # How long a process that is asked to end may take.
 ENDS_S = 10.0
@@ -40,8 +43,10 @@ class ServerLifeline(refitd.Lifeline):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def live_with_server() -> ServerLifeline | None:
+def live_with_server(*, starts_workers: bool = False) -> ServerLifeline | None:
     """Watch the process that started this one of vLLM; None if that is not vLLM, or the kernel has no pidfds.
+
+    With `starts_workers`, this is an EngineCore whose workers are processes of their own: they watch the server, too.
 
     An engine that runs in a script's own process (VLLM_ENABLE_V1_MULTIPROCESSING=0) ends with it anyway. An actor of
     Ray is started by a raylet, which ends it with its owner.
@@ -51,10 +56,14 @@ def live_with_server() -> ServerLifeline | None:
     """
     name = multiprocessing.current_process().name
     what = next((what for prefix, what in STARTED_BY.items() if name.startswith(prefix)), "")
-    if multiprocessing.parent_process() is None or not what:
+    parent = multiprocessing.parent_process()
+    if parent is None or not what:
         return None
+    if starts_workers:
+        os.environ[SERVER] = str(parent.pid)
+    server = os.environ.get(SERVER, "") if name.startswith("VllmWorker") else ""
     try:
-        return ServerLifeline.of_parent(what)
+        return ServerLifeline.of_parent(what, {int(server): STARTED_BY["EngineCore"]} if server.isdecimal() else None)
     except refitd.RefusedError as exc:
         log.warning("refitd: %s; if it is killed, this engine keeps its replica's name", exc)
         return None

@@ -127,7 +127,7 @@ def _resting(init: Callable[..., Any]) -> Callable[..., Any]:
     def started(self: Any) -> Any:
         config = self.vllm_config.weight_transfer_config
         if config is not None and config.backend == "refitd":
-            self.refitd_lifeline = live_with_server()
+            self.refitd_lifeline = live_with_server(starts_workers=True)
             if self.vllm_config.device_config.device_type == "cpu":
                 rest_between_looks()
         return init(self)
