@@ -173,7 +173,7 @@ class CoordinatorMetrics:
         self._leads = Gauge("refitd_leads", "1 for the coordinator that decides, 0 for a standby.", registry=r)
         self._nodes = Gauge("refitd_nodes", "Daemons that the coordinator knows.", registry=r)
         self._drained = Gauge("refitd_nodes_drained", "Nodes that an operator has drained.", registry=r)
-        self._refused = Gauge(
+        self._kept_out = Gauge(
             "refitd_registrations_refused",
             "Ranks whose registration is refused, and that no swap reaches.",
             ["model", "replica"],
@@ -277,9 +277,9 @@ class CoordinatorMetrics:
         for gauge in (self._published, self._decided, self._queued, self._running, self._members, self._replica):
             gauge.clear()
         self._lag.clear()
-        self._refused.clear()
+        self._kept_out.clear()
         for labels, ranks in found.refused.items():
-            self._refused.labels(*labels).set(ranks)
+            self._kept_out.labels(*labels).set(ranks)
         for queue, length in found.queues.items():
             self._queues.labels(queue).set(length)
         for name, model in found.models.items():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import subprocess
 import sys
 import threading
+import time
 from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, TypeVar
 
@@ -207,3 +209,18 @@ def test_a_quantised_engine_is_refused_by_the_weights_name_and_with_what_remains
     one.model_config.quantization = None
     with pytest.raises(refitd.RefusedError, match=r"^1 weights are no copies"), one._if_quantised():
         one._check(packed, {"q_proj.weight": torch.zeros(2)})
+
+
+def test_an_engine_whose_server_has_ended_computes_nothing_more(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    lifeline = refitd.Lifeline({server.pid: "the API server"})
+    monkeypatch.setattr(engine, "live_with_server", lambda: lifeline)
+    found = made(engine)
+    with found.refitd_step():
+        pass
+    server.kill()
+    with pytest.raises(refitd.Orphaned, match="the API server"):
+        for _ in range(2000):  # until the lifeline's thread has run
+            with found.refitd_step():
+                server.poll()
+                time.sleep(0.01)
