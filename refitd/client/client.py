@@ -9,6 +9,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -267,6 +268,7 @@ class Client(ArenaMemory, Operations):
         cast: bool | str | torch.dtype = False,
         derived: Mapping[str, Derived] | None = None,
         keeps: bool | Sequence[str] = False,
+        shared: Mapping[str, Target] | None = None,
         mode: Literal["shadow", "flip", "copy", "in-place"] = "shadow",
         device: str | torch.device | None = None,
         observes: bool = False,
@@ -302,6 +304,10 @@ class Client(ArenaMemory, Operations):
                 neither staged, written nor verified, and part of no version. Names as registered ("*" matches
                 anything), or True: every tensor of which the sources offer nothing. True waits, up to `timeout`, until
                 the sources have registered; the replica must then take all that they offer.
+            shared: tensors whose memory a target of another model in this process has registered (a draft that uses
+                its policy's embedding): {name as registered here: that target}. This model's swaps leave them alone.
+                The other model's write them, so they are refused unless this model is swapped with it
+                (`swap_together`).
             mode: "shadow": a version is staged beside the live tensors and taken over whole: by "flip" where the
                 tensors are all of one arena (`allocate`, `adopt`), else by "copy". "flip": the live and the staging
                 memory are exchanged under the tensors' addresses, in microseconds whatever their size; refused where
@@ -324,7 +330,7 @@ class Client(ArenaMemory, Operations):
         from refitd.buffers.permits import Permit
         from refitd.client.kept import checked_part
         from refitd.client.mxfp8 import TargetTensors
-        from refitd.client.ownership import Owned, registering
+        from refitd.client.ownership import Owned, check_shared, registering, sharing
         from refitd.client.target import Target
 
         model, replica, timeout = text("model", model), text("replica", replica), seconds("timeout", timeout)
@@ -346,7 +352,9 @@ class Client(ArenaMemory, Operations):
                 f"replica {replica!r}: its controller says when a controlled rank commits; leave out on_commit, "
                 "on_pause, on_resume, agree and mode='in-place'"
             )
+        shared_with = sharing(model, shared)
         kept = self._keeps(model, checked_part("keeps", keeps), world_size, timeout)
+        kept = replace(kept, shared=frozenset(shared_with))
         tensors = TargetTensors(
             module_or_tensors, rank, metadata, pg_collection, num_experts, convert_on_send, derived, kept, names
         )
@@ -355,12 +363,13 @@ class Client(ArenaMemory, Operations):
                 f"replica {replica!r}: it would keep all that it registers ({tensors.kept[0].name}, ...) and take "
                 f"nothing that the sources of {model!r} offer; do the names differ?"
             )
+        shares = check_shared(tensors, shared_with)
         if cast is True:
             tensors.take_cast({name: dtype for name, (_, dtype) in self.tensors(model, timeout=timeout).items()})
         elif cast is not False:
             tensors.take_cast(cast)
         connection = self._connection.steady(timeout)
-        with registering(Owned(os.getpid(), str(connection.directory), model, replica, rank, tensors)):
+        with registering(Owned(os.getpid(), str(connection.directory), model, replica, rank, tensors, shared_with)):
             live = self._live(tensors, may_flip=mode in ("shadow", "flip"))
             flips = mode in ("shadow", "flip") and self._may_flip(tensors, live, device, must=mode == "flip")
             if not flips:
@@ -370,7 +379,7 @@ class Client(ArenaMemory, Operations):
                 replica=replica,
                 rank=rank,
                 world_size=world_size,
-                shard=shard_of(tensors.wire, kept=tensors.kept, keeps_rest=kept.offered is not None),
+                shard=shard_of(tensors.wire, kept=tensors.kept_here(), keeps_rest=kept.offered is not None),
                 live=live,
                 in_place=mode == "in-place",
                 held=tensors.held,
@@ -380,6 +389,7 @@ class Client(ArenaMemory, Operations):
                 observes=flag("observes", observes),
                 lockstep=world_size > 1 and on_commit is None and on_pause is None and agree is None and not controlled,
                 controlled=controlled,
+                shares=shares,
                 flips=flips,
                 reads_live=flips and self._is_windowed(live),
                 device=_gpu_name(device, tensors),
@@ -417,6 +427,7 @@ class Client(ArenaMemory, Operations):
                 agree,
                 self._forget,
                 pair,
+                shared_with,
             )
         self._add(target, connection)
         return target

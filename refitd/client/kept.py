@@ -32,6 +32,7 @@ class Keeps:
     offered: frozenset[str] | None = None
     all_but: bool = False
     elsewhere: bool = False  # a pattern may be meant for tensors of other ranks
+    shared: frozenset[str] = frozenset()  # names that another target's versions write
 
     def of(self, metadata: Sequence[ParameterMetadata]) -> list[ParameterMetadata]:
         """Return the descriptions of what is kept.
@@ -42,7 +43,9 @@ class Keeps:
         if missing := unmatched(self.patterns, metadata, elsewhere=self.elsewhere):
             what = "partial" if self.all_but else "keeps"
             raise RefusedError(f"{what}: no tensor registered here is called {missing[0]!r}")
-        return [m for m in metadata if self._keeps(m)]
+        if missing := unmatched(sorted(self.shared), metadata, elsewhere=False):
+            raise RefusedError(f"shared: no tensor registered here is called {missing[0]!r}")
+        return [m for m in metadata if m.name in self.shared or self._keeps(m)]
 
     def _keeps(self, m: ParameterMetadata) -> bool:
         if self.offered is not None:

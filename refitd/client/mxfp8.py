@@ -27,7 +27,7 @@ from refitd.describe.usable import tensor_problem
 from refitd.dtypes import dtype_name
 from refitd.errors import CommitError, PlanError, RefusedError
 from refitd.mxfp8 import BLOCK, Rounding
-from refitd.protocol.shards import shard_of
+from refitd.protocol.shards import KeptTensor, shard_of
 from refitd.protocol.target_forms import Conversion, DerivedTensor, HeldTensor, staged
 from refitd.text import shown
 from refitd.transforms.mxfp8_buffers import CheckedBuffer, held_of, holds_columns, quantize
@@ -72,6 +72,7 @@ class TargetTensors(TensorSet):
         held: the live tensors if they differ from the arriving ones; else empty.
         conversions: how the live tensors are made from the arriving ones.
         derived: the derived tensors, as the coordinator is told of them.
+        shared: names of tensors in memory that another target's versions write.
         written: the memory of live and derived tensors; no other registration may write it.
     """
 
@@ -95,6 +96,7 @@ class TargetTensors(TensorSet):
             RefusedError: as TensorSet; or tensors cannot be held in MXFP8 as they are split. Names all of them.
         """
         super().__init__(tensors, rank, metadata, pg_collection, num_experts, keeps, names)
+        self.shared = keeps.shared
         if derived is not None and not isinstance(derived, Mapping):
             raise RefusedError(f"derived is {type(derived).__name__}, expected {{name: refitd.Derived}}")
         self._made = dict(derived or {})
@@ -115,6 +117,10 @@ class TargetTensors(TensorSet):
         self.written = WrittenMemory(self.names, self.tensors, self.metadata, made)
         self.written.check_kept(*self._live(self._unwritten))
         self._unwritten = {}  # replaced ones may be freed
+
+    def kept_here(self) -> tuple[KeptTensor, ...]:
+        """Return what keeps its own values, without the tensors that another target's versions write."""
+        return tuple(one for one in self.kept if one.name not in self.shared)
 
     def unwritten(self) -> tuple[list[str], list[torch.Tensor]]:
         """Return the names and the present tensors of what is kept; none if the module or dict cannot be read."""

@@ -5,11 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
+
+import torch
 
 from refitd.client.mxfp8 import TargetTensors
+from refitd.describe.memory import same_memory
+from refitd.errors import RefusedError
+from refitd.protocol.shards import SharedTensor
+from refitd.text import shown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +27,7 @@ class Owned:
         directory: of the daemon.
         model, replica, rank: the registration.
         tensors: what it writes and keeps.
+        shared: the registrations that write tensors which this one names as shared, by name.
     """
 
     pid: int
@@ -29,6 +36,7 @@ class Owned:
     replica: str
     rank: int
     tensors: TargetTensors
+    shared: Mapping[str, Owned]
 
     @property
     def who(self) -> str:
@@ -41,6 +49,52 @@ class Owned:
         return mine == (other.directory, other.model, other.replica, other.rank)
 
 
+def sharing(model: str, shared: Mapping[str, Any] | None) -> dict[str, Owned]:
+    """Return the registrations that the argument `shared` of a target of `model` names.
+
+    Raises:
+        RefusedError: it is no {name: Target}, or one is registered no more, or is of this model or another process.
+    """
+    if shared is None:
+        return {}
+    if not isinstance(shared, Mapping) or not all(isinstance(name, str) for name in shared):
+        raise RefusedError(f"shared is {shown(shared)}, expected {{name: the Target that its memory is registered in}}")
+    found = {}
+    for name, target in shared.items():
+        if not isinstance(target, Owner):
+            raise RefusedError(
+                f"shared[{shown(name)}] is {shown(target)}, expected the Target that registers its memory"
+            )
+        owned = target.owned()
+        if owned is None:
+            raise RefusedError(
+                f"shared[{shown(name)}]: that target is closed or lost; register it again, then this one"
+            )
+        if owned.model == model:
+            raise RefusedError(
+                f"shared[{shown(name)}]: {owned.who} is of the same model {model!r}; let one replica serve both"
+            )
+        found[name] = owned
+    return found
+
+
+def check_shared(tensors: TargetTensors, shared: Mapping[str, Owned]) -> tuple[SharedTensor, ...]:
+    """Return the shared tensors as the coordinator is told of them.
+
+    Raises:
+        RefusedError: a tensor is not in the memory of a tensor that the other target's versions write.
+    """
+    here = dict(zip(*tensors.unwritten(), strict=True))
+    for name, owned in shared.items():
+        if name not in here or not any(same_memory(here[name], tensor) for tensor in owned.tensors.tensors):
+            raise RefusedError(
+                f"{name}: it is named as shared with {owned.who}, and is no tensor of it (address, shape, strides and "
+                "type); leave it out of shared, or use that target's tensor"
+            )
+    return tuple(SharedTensor(name, owned.model, owned.replica) for name, owned in shared.items())
+
+
+@runtime_checkable
 class Owner(Protocol):
     """A registration that owns memory."""
 
@@ -91,8 +145,15 @@ def _check(first: Owned, mine: Owned, whose: str) -> None:
     if first.is_registered_as(mine):
         return  # the coordinator refuses it, unless the first was removed and has not heard of that yet
     first.tensors.written.check_apart(mine.tensors.written, whose)
-    first.tensors.written.check_kept(*mine.tensors.unwritten(), f" of {whose}")
-    mine.tensors.written.check_kept(*first.tensors.unwritten(), f" of {mine.who}, which registers now")
+    first.tensors.written.check_kept(*_kept_beside(mine, first), f" of {whose}")
+    mine.tensors.written.check_kept(*_kept_beside(first, mine), f" of {mine.who}, which registers now")
+
+
+def _kept_beside(one: Owned, other: Owned) -> tuple[list[str], list[torch.Tensor]]:
+    """Return what `one` keeps, without what it names as shared with `other`."""
+    shared = {name for name, owner in one.shared.items() if owner.is_registered_as(other)}
+    kept = [(name, tensor) for name, tensor in zip(*one.tensors.unwritten(), strict=True) if name not in shared]
+    return [name for name, _ in kept], [tensor for _, tensor in kept]
 
 
 def _forked() -> None:

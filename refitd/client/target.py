@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from msgspec import structs
@@ -61,8 +62,12 @@ class Target:
         agree: Callable[[int], int] | None = None,
         closed: Callable[[Target], object] = lambda target: None,
         pair: ArenaPair | None = None,
+        shared: Mapping[str, Owned] = MappingProxyType({}),
     ) -> None:
-        """`closed` is called when the target is closed; `pair` holds the arenas of a target that flips."""
+        """`closed` is called when the target is closed; `pair` holds the arenas of a target that flips.
+
+        `shared` has, by name, the registrations that write tensors which this target only uses.
+        """
         self.model = message.model
         self.replica = message.replica
         self.flips = pair is not None
@@ -71,6 +76,7 @@ class Target:
         self._message = message
         self._told = closed
         self._tensors = tensors
+        self._shared = shared
         self._state = state = CommitState(connection, message, registered, permit)
         self._take_over = TakeOver(state, tensors, staging, pair)
         self._is_called_back = on_pause is not None or on_commit is not None
@@ -117,7 +123,7 @@ class Target:
     @property
     def kept(self) -> tuple[str, ...]:
         """The names of the tensors that keep this engine's own values and that no version has; see `keeps`."""
-        return tuple(one.name for one in self._tensors.kept)
+        return tuple(one.name for one in self._tensors.kept_here())
 
     @property
     def pending(self) -> int | None:
@@ -304,7 +310,8 @@ class Target:
         if is_over or state.connection.is_foreign or (state.connection.is_lost and not state.connection.is_awaited):
             return None
         m = self._message
-        return Owned(state.pid, str(state.connection.directory), m.model, m.replica, m.rank, self._tensors)
+        where = str(state.connection.directory)
+        return Owned(state.pid, where, m.model, m.replica, m.rank, self._tensors, self._shared)
 
     def forked(self) -> None:
         """In a forked child: warn if its weights are shared with the parent, whose commits change them here."""

@@ -62,6 +62,7 @@ class SwapQueue:
     def start(self, asked: local.StartSwap, waiter: Waiter, now: float) -> None:
         """Begin a requested swap, or queue it behind the running one."""
         state = self._models.named(asked.model)
+        together.check_shared(self._models, {asked.model})
         waits = must_wait(state, asked)
         if not waits and self._lives.is_settled(now):
             self._begin(state, asked_for(state, asked, waiter, self._lives.past), now)
@@ -92,6 +93,7 @@ class SwapQueue:
             self._together.append((asked, waiter, now + (asked.timeout_s or self._config.deadlines.queue_s)))
             return
         states = together.named(self._models, asked)
+        together.check_shared(self._models, {one.model for one in asked.swaps})
         dues = [
             asked_for(
                 state,
@@ -138,6 +140,7 @@ class SwapQueue:
             queued = state.queue.pop(0)
             waited_s = now - queued.since
             try:
+                together.check_shared(self._models, {queued.asked.model})
                 self._begin(state, asked_for(state, queued.asked, queued.waiter, self._lives.past, waited_s), now)
             except RefusedError as exc:
                 self._send(*queued.waiter, local.Failure(code=exc.code, message=str(exc)))
@@ -154,6 +157,8 @@ class SwapQueue:
     ) -> None:
         try:
             due = find(state)
+            if due is not None and what == "auto-swap":  # a catch-up brings a version that was decided with its party
+                together.check_shared(self._models, {state.membership.name})
         except RefusedError as exc:
             if state.unbegun.get(what) != str(exc):  # it is asked again after every event
                 self._log(f"{what}-refused", model=state.membership.name, reason=str(exc))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from refitd.coordinator.decision import Phase
 from refitd.coordinator.models import Models, ModelState, Running, Together
 from refitd.coordinator.schedule import gives_way
@@ -32,6 +34,26 @@ def named(models: Models, asked: local.StartSwaps) -> list[ModelState]:
                 "it, or abort it with `refitctl abort`"
             )
     return states
+
+
+def check_shared(models: Models, names: Collection[str]) -> None:
+    """Refuse to swap models without those whose engines use a tensor that the swap would write.
+
+    Raises:
+        RefusedError: names the tensor, the other model and the next step.
+    """
+    for other, state in models.items():
+        if other in names:
+            continue
+        for member in state.membership.targets.values():
+            for shared in member.added.shares:
+                if shared.model in names:
+                    raise RefusedError(
+                        f"model {shared.model!r}: its replica {shared.replica!r} holds {shared.name} for model "
+                        f"{other!r} too (replica {member.added.replica!r}), whose weights would change too; swap both: "
+                        f"client.swap_together({{{shared.model!r}: None, {other!r}: None}}), or `refitctl swap "
+                        f"{shared.model} --with {other}`; to go back, publish the older weights as new versions of both"
+                    )
 
 
 def party_of(models: Models, state: ModelState, running: Running) -> list[tuple[ModelState, Running]]:

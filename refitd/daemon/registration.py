@@ -460,6 +460,7 @@ def _shard_of(member: LocalMember) -> cluster.AddShard:
         in_place=member.in_place,
         lockstep=isinstance(r, local.RegisterTarget) and r.lockstep,
         observes=isinstance(r, local.RegisterTarget) and r.observes,
+        shares=r.shares if isinstance(r, local.RegisterTarget) else (),
         flips=member.flips,
         spare=None if member.spare_found else member.state.spare,
         spare_run=member.state.spare_run,

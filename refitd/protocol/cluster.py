@@ -14,6 +14,7 @@ from refitd.protocol.reports import (
     Difference,
     NodeStatus,
 )
+from refitd.protocol.shards import SharedTensor
 from refitd.protocol.traces import CollectTrace, Moment, NodeTrace
 from refitd.states import ProofState, TransferMode
 
@@ -124,6 +125,7 @@ class AddShard(Message, frozen=True, omit_defaults=True):
     controlled: bool = False  # target: it commits only when the replica's controller says so
     is_question: bool = False  # ask only whether it would be accepted
     origin: Label = ""  # source: identifies the checkpoint whose part it publishes
+    shares: tuple[SharedTensor, ...] = ()  # target: tensors that versions of another model write
 
 
 class MemberSuspended(Message, frozen=True):

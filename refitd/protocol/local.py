@@ -24,7 +24,7 @@ from refitd.protocol.reports import (
     SwapReports,
     VerifyReport,
 )
-from refitd.protocol.shards import Place, Shard
+from refitd.protocol.shards import Place, Shard, SharedTensor
 from refitd.protocol.target_forms import Conversion, DerivedTensor, HeldTensor
 from refitd.protocol.traces import GetTrace, TraceReport
 
@@ -114,6 +114,7 @@ class RegisterTarget(Message, frozen=True):
     flips: bool = False  # `live` is all of one arena: versions are staged into its twin, and commits exchange the two
     controlled: bool = False  # it commits only when the replica's controller says so; no swap begins without one
     reads_live: bool = False  # its process reads `live` for checks: there are bytes that no worker sees
+    shares: tuple[SharedTensor, ...] = ()  # tensors that are no part of `shard`: another model's versions write them
 
 
 class Restored(Message, frozen=True):

@@ -73,6 +73,14 @@ class KeptTensor(Value, frozen=True, array_like=True):
     nbytes: Count
 
 
+class SharedTensor(Value, frozen=True, array_like=True):
+    """A tensor of a target in memory that versions of another `model` write, there as target of `replica`."""
+
+    name: Name
+    model: Name
+    replica: Name
+
+
 class Shard(Value, frozen=True, omit_defaults=True):
     """All tensors of one rank. `groups` holds each rank list once, relative to the rank itself.
 

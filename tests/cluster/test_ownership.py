@@ -143,3 +143,82 @@ def test_sources_read_memory_that_another_registration_owns(daemon: Daemon) -> N
         with Engine(target):
             trainer.client.swap("policy", timeout=ANSWER_S)
         source.publish(trainer.version)
+
+
+class Drafted:
+    """A policy and its draft in one engine; the draft uses the policy's embedding."""
+
+    def __init__(self, daemon: Daemon, offers: bool) -> None:
+        self.trainer, self.engine, self.other = (daemon.connect() for _ in range(3))
+        self.given = {
+            "policy": {"embed": torch.zeros(16, 8), "head": torch.zeros(8)},
+            "draft": {"head": torch.zeros(4)},
+        }
+        if offers:
+            self.given["draft"]["embed"] = torch.full((16, 8), 77.0)
+        self.sources = {name: self.trainer.register_source(name, given) for name, given in self.given.items()}
+        self.policy = {"embed": torch.zeros(16, 8), "head": torch.zeros(8)}
+        self.draft = {"embed": self.policy["embed"], "head": torch.zeros(4)}
+        self.target = self.engine.register_target("policy", self.policy, replica="a")
+        shared = {"embed": self.target}
+        self.second = self.other.register_target("draft", self.draft, replica="a", shared=shared)
+
+    def publish(self, version: int) -> None:
+        for name, source in self.sources.items():
+            self.given[name]["head"].fill_(version)
+            source.publish(version)
+
+    def publish_all(self, version: int) -> None:
+        self.given["policy"]["embed"].fill_(version)
+        self.publish(version)
+
+    def holds(self, version: int) -> bool:
+        return all(bool((t == version).all()) for live in (self.policy, self.draft) for t in live.values())
+
+
+@pytest.mark.parametrize("offers", [False, True])
+def test_a_tensor_that_a_draft_shares_moves_in_a_joint_swap_only(daemon: Daemon, offers: bool) -> None:
+    pair = Drafted(daemon, offers)
+    assert pair.second.kept == ()
+    with Engine(pair.target, pair.second):
+        for version in (1, 2):
+            pair.publish_all(version)
+            with pytest.raises(
+                RefusedError, match=r"holds embed for model 'draft' too .*refitctl swap policy --with draft"
+            ):
+                pair.trainer.swap("policy", version, timeout=ANSWER_S)
+            pair.trainer.swap_together({"policy": version, "draft": version}, timeout=ANSWER_S)
+            assert pair.holds(version) and (pair.target.version, pair.second.version) == (version, version)
+        with pytest.raises(RefusedError, match=r"publish the older weights as new versions of both"):
+            pair.trainer.rollback("policy", timeout=ANSWER_S)
+        pair.publish_all(3)
+        pair.trainer.swap("draft", 3, timeout=ANSWER_S)  # changes no shared tensor
+        assert torch.all(pair.draft["embed"] == 2) and torch.all(pair.draft["head"] == 3)
+        assert {pair.trainer.verify(model).outcome for model in ("policy", "draft")} == {"proven"}
+        pair.second.close()
+        pair.trainer.swap("policy", 3, timeout=ANSWER_S)
+        assert pair.holds(3)
+
+
+def test_what_is_named_as_shared_is_a_tensor_of_the_other_target(daemon: Daemon) -> None:
+    pair = Drafted(daemon, offers=False)
+    pair.second.close()
+    own = {"embed": torch.zeros(16, 8), "head": torch.zeros(4)}
+    for shared, tensors, said in (
+        ({"embed": pair.target}, own, "embed: it is named as shared with policy/a:0, and is no tensor of it"),
+        ({"other": pair.target}, pair.draft, "shared: no tensor registered here is called 'other'"),
+        ({"embed": "policy"}, pair.draft, "expected the Target"),
+        ({"embed": pair.second}, pair.draft, "that target is closed or lost"),
+        ({}, pair.draft, "embed: it shares memory with embed of policy/a:0"),
+    ):
+        with pytest.raises(RefusedError, match=said):
+            pair.other.register_target("draft", tensors, replica="a", shared=shared)  # type: ignore[arg-type]
+    with pytest.raises(RefusedError, match="is of the same model"):
+        pair.other.register_target("policy", pair.policy, replica="b", shared={"embed": pair.target})
+    second = pair.other.register_target("draft", pair.draft, replica="a", shared={"embed": pair.target})
+    pair.target.close()
+    pair.target = pair.engine.register_target("policy", pair.policy, replica="a")  # the owner comes back
+    with pytest.raises(RefusedError, match="embed: it is to keep its values and shares memory with w of x/r:0"):
+        pair.target.close()
+        pair.engine.register_target("x", {"w": pair.policy["embed"]}, replica="r")
+    second.close()
