@@ -96,7 +96,7 @@ def prove(
     left = [one for one in ones if not one.writes and not one.is_computed and storage_key(one.tensor) in seen]
     without = tuple(name for name in metadata if name not in held)
     refuted: dict[str, Refuted] = {}
-    if not mine and not constant:
+    if not held:
         return None, refuted
     isolation.check_room()
     before = {one.name: bytes_of(one.tensor).clone() for one in left}

@@ -95,6 +95,7 @@ class Following:
         self._works: list[_Work] = []
         self._is_over = False
         self._refusals: list[PlanError] = []
+        self._raised: list[tuple[str, BaseException]] = []
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
@@ -103,6 +104,7 @@ class Following:
         Raises:
             PlanError: a thread still copies when the deadline ends, the loader starts a process, or it has caught an
                 error by which the tracer refused it.
+            RefusedError: a thread or a task of a pool raised, and the loader has returned.
         """
         with _TRACING, contextlib.ExitStack() as stack:
             main = _Work("main", 0)
@@ -121,6 +123,11 @@ class Following:
                 )
             if self._refusals:  # the loader has caught it
                 raise self._refusals[0]
+            if self._raised:
+                name, exc = self._raised[0]
+                raise RefusedError(
+                    f"thread or task {name!r} of the loader raised {type(exc).__name__}: {exc}{around(exc)}"
+                ) from exc
 
     def dispatch(self, work: _Work, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace one operator of a followed thread."""
@@ -169,6 +176,19 @@ class Following:
             self._works.append(work)
         return run
 
+    def _watched(self, fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Return a function that keeps the error that another one raises: a thread's error is otherwise lost."""
+
+        @functools.wraps(fn, assigned=("__name__", "__doc__"), updated=())
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return fn(*args, **kwargs)
+            except BaseException as exc:
+                self._raised.append((name, exc))
+                raise
+
+        return run
+
     def _end(self, work: _Work | None) -> None:
         if work is not None:
             with self._ended:
@@ -213,7 +233,7 @@ class Following:
             if not self._is_followed() or getattr(thread, "_target", None) in _WORKERS:
                 return original(thread)  # type: ignore[no-any-return]
             work = _Work(thread.name, 1)
-            followed = self._followed(thread.run, work)
+            followed = self._followed(self._watched(thread.run, thread.name), work)
 
             def run() -> None:
                 thread.__dict__.pop("run", None)
@@ -234,7 +254,8 @@ class Following:
         @functools.wraps(original)
         def start_new_thread(function: Callable[..., Any], *args: Any) -> int:
             if self._is_followed():
-                function = self._followed(function, _Work(getattr(function, "__name__", "thread"), 1))
+                work = _Work(getattr(function, "__name__", "thread"), 1)
+                function = self._followed(self._watched(function, work.name), work)
             return int(original(function, *args))
 
         return start_new_thread
@@ -245,7 +266,7 @@ class Following:
             if not self._is_followed():
                 return original(pool, fn, *args, **kwargs)
             work = _Work(getattr(fn, "__name__", "task of a pool"), 0)
-            followed = self._followed(fn, work, once=False)
+            followed = self._followed(self._watched(fn, work.name), work, once=False)
             future = original(pool, followed, *args, **kwargs)
             with self._ended:
                 work.left += 1
@@ -259,7 +280,7 @@ class Following:
         def call(pool: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self._is_followed():
                 work = _Work(getattr(func, "__name__", "task of a pool"), 0)
-                func = self._followed(func, work, once=False)
+                func = self._followed(self._watched(func, work.name), work, once=False)
             return original(pool, func, *args, **kwargs)
 
         return call

@@ -439,6 +439,23 @@ def test_a_refusal_that_a_loader_catches_refuses_it_still() -> None:
         refitd.trace_loader({"w": weight}, load, {"w": ((3,), torch.float32)})
 
 
+@pytest.mark.parametrize("hand_out", [unwaited, lambda tasks: [POOL.submit(task) for task in tasks]])
+def test_an_error_in_a_thread_refuses_a_loader_that_does_not_see_it(hand_out: Callable[..., object]) -> None:
+    weight, other = torch.zeros(3), torch.zeros(3)
+
+    def load(weights: Weights) -> None:
+        given = dict(weights)
+        weight.copy_(given["w"].neg())
+
+        def choose() -> None:
+            other.copy_(given["w"] if torch.equal(given["w"], weight) else -given["w"])
+
+        hand_out([choose])
+
+    with pytest.raises(refitd.RefitdError, match="of the loader raised"):
+        refitd.trace_loader({"w": weight, "other": other}, load, {"w": ((3,), torch.float32)})
+
+
 def test_a_thread_that_copies_on_after_its_loader_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("refitd.tracing.threads.DEADLINE_S", 0.2)
     weight, go, threads = torch.zeros(3), threading.Event(), []
