@@ -208,6 +208,8 @@ class Workers:
         for _, fds in process.outbox:
             handoff.close_all(fds)
         process.outbox.clear()
+        if status == sidecar.NO_MEMORY_STATUS:
+            return "got no memory (the machine, a cgroup, RLIMIT_AS or vm.max_map_count; see the daemon's log)"
         return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
+import resource
 import socket
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -119,7 +120,9 @@ class HttpServer:
     async def _make_room(self) -> None:
         """Return once there is room for another connection: one has ended, or was closed after its GRACE_S."""
         now = asyncio.get_running_loop().time
-        while len(self._open) >= MAX_CLIENTS:
+        # an eighth of the descriptors that this process may have, so that the rest is for its work
+        most = min(MAX_CLIENTS, max(2, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
+        while len(self._open) >= most:
             left = next(iter(self._open.values())) + GRACE_S - now()
             if left <= 0:
                 had_time = [task for task, since in self._open.items() if since + GRACE_S <= now()]

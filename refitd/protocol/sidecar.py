@@ -152,6 +152,9 @@ class CompareSpans(Message, frozen=True):
 
 # --- worker to daemon -------------------------------------------------------------------------------------
 
+# The exit status of a worker that got no memory for an arena or a copy.
+NO_MEMORY_STATUS = 71
+
 
 class WorkerReady(Message, frozen=True):
     """The worker has started."""

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,7 @@ from refitd.buffers.arena import MappedArena, die_with_parent
 from refitd.copy_services.base import DigestMismatch, MappedCopyService, PreparedJob, RunResult
 from refitd.copy_services.epoch import Mailbox
 from refitd.copy_services.registry import Registry, installed
-from refitd.errors import DeadlineExceeded, PeerLost, RefitdError
+from refitd.errors import ArenaError, DeadlineExceeded, PeerLost, RefitdError
 from refitd.protocol import sidecar
 from refitd.protocol.codec import Decoder, encode
 from refitd.worker import digests
@@ -275,4 +276,7 @@ def main() -> int:
         worker.serve()
     except PeerLost:
         return 0  # the daemon has ended or closed its end, which is how workers end
+    except (MemoryError, ArenaError):
+        traceback.print_exc()
+        return sidecar.NO_MEMORY_STATUS  # the next worker begins without this one's memory
     return 0

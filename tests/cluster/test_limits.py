@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import resource
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -186,3 +191,123 @@ def test_a_daemon_that_runs_out_of_descriptors_while_it_swaps_names_it_and_the_n
         with Engine(target):
             assert client.swap("policy", 2, timeout=60).outcome == "committed"
         assert shards.equal(live, full)
+
+
+@pytest.mark.parametrize("limit", [80, 128])
+def test_slow_http_clients_take_no_descriptor_that_a_swap_needs(
+    start_daemon: Callable[..., Daemon], limit: int
+) -> None:
+    daemon = start_daemon(
+        "[metrics]\nendpoint = '127.0.0.1:0'\n",
+        prepare=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)),
+    )
+    found = re.search(r"process=daemon event=metrics endpoint=127\.0\.0\.1:(\d+)", daemon.log())
+    assert found is not None
+    place = "127.0.0.1", int(found[1])
+    with contextlib.ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(socket.create_connection(place, timeout=30))
+        eventually(lambda: descriptors(daemon) > 33, "some of them are connections")
+        with daemon.connect() as client:
+            assert swap_succeeds(client, "policy")
+        with socket.create_connection(place, timeout=60) as scrape:
+            scrape.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert scrape.recv(100).startswith(b"HTTP/1.1 200 OK")
+
+
+# Connects with a limit of open files, and swaps three versions.
+FEW = """
+import resource, sys
+import refitd
+from refitd.testing import Engine
+from tests.support import shards
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]),) * 2)
+full, live = shards.whole(1), shards.zeros_like(shards.whole(1))
+with refitd.connect(sys.argv[1]) as client:
+    source = client.register_source("few", full)
+    target = client.register_target("few", live, replica="r")
+    for version in (1, 2, 3):
+        for tensor in full.values():
+            tensor.fill_(version)
+        source.publish(version)
+        with Engine(target):
+            assert client.swap("few", version, timeout=60).outcome == "committed"
+        assert shards.equal(live, full)
+print("three versions")
+"""
+
+
+@pytest.mark.parametrize("limit", [12, 64, 256])
+def test_a_client_of_few_descriptors_works_or_says_what_it_needs(daemon: Daemon, limit: int) -> None:
+    command = [sys.executable, "-c", FEW, str(daemon.directory), str(limit)]
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, cwd=root)
+    if limit == 12:
+        assert ran.returncode and "needs 12 file descriptors, 3 are open and the limit is 12" in ran.stderr
+    else:
+        assert ran.stdout == "three versions\n", ran.stderr[-2000:]
+    with daemon.connect() as client:
+        assert swap_succeeds(client, "policy")
+
+
+def test_a_worker_without_address_space_fails_the_swap_by_name_and_the_next_one_works(daemon: Daemon) -> None:
+    full, live = tensors(64), tensors(64)
+    with daemon.connect() as client:
+        target = client.register_target("policy", live, replica="r")
+        source = client.register_source("policy", full)
+        full["w"].fill_(1)
+        source.publish(1)
+        with Engine(target):
+            client.swap("policy", 1, timeout=60)
+        full["w"].fill_(2)
+        source.publish(2)  # into the other slot, which no worker has mapped
+        (worker,) = daemon.workers()
+        mapped = int(Path(f"/proc/{worker}/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.prlimit(worker, resource.RLIMIT_AS, (mapped + MIB, resource.RLIM_INFINITY))
+        with (
+            Engine(target),
+            pytest.raises(refitd.RefitFailed, match=r"worker 0 .* got no memory \(the machine, a cgroup, RLIMIT_AS"),
+        ):
+            client.swap("policy", 2, timeout=60)
+        assert target.version == 1 and bool((live["w"] == 1).all())
+        with Engine(target):  # with the next worker
+            assert client.swap("policy", 2, timeout=60).outcome == "committed"
+        assert bool((live["w"] == 2).all())
+
+
+def test_a_thousand_clients_of_one_daemon_delay_no_swap_and_leave_nothing(daemon: Daemon) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip(f"this process may open {hard} files; a thousand clients need 4,096")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        with daemon.connect() as client, contextlib.ExitStack() as crowd:
+            assert swap_succeeds(client, "before")
+            for _ in range(1000):
+                crowd.enter_context(daemon.connect(timeout=60))
+            assert client.status().nodes[0].clients == 1001
+            assert swap_succeeds(client, "beside")
+            crowd.close()
+            eventually(lambda: client.status().nodes[0].clients == 1, "the crowd has left")
+            assert swap_succeeds(client, "after")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.slow
+def test_five_hundred_models_of_one_coordinator_swap_one_by_one(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon("[metrics]\nendpoint = '127.0.0.1:0'\n")
+    count = 500
+    with daemon.connect() as client:
+        targets, lives = [], []
+        for i in range(count):
+            lives.append({"w": torch.zeros(16)})
+            client.register_source(f"model{i}", {"w": torch.full((16,), float(i))}, slots=1).publish(1)
+            targets.append(client.register_target(f"model{i}", lives[i], replica="r"))
+        for i in (0, count // 2, count - 1):
+            with Engine(targets[i]):
+                assert client.swap(f"model{i}", 1, timeout=60).outcome == "committed"
+            assert bool((lives[i]["w"] == i).all())
+        status = client.status()
+        assert len(status.models) == count and len(msgspec.json.encode(status)) < 1000 * count
+        assert sum(target.version == 1 for target in targets) == 3
