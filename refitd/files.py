@@ -1,4 +1,4 @@
-"""Open files that a user named: only regular files, so that no read waits for a writer."""
+"""Open files that a user named: only regular files, because a FIFO makes its reader wait."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def open_regular(path: str | os.PathLike[str], *, dir_fd: int | None = None) -> 
 
     Args:
         path: the file.
-        dir_fd: the descriptor of the folder in which a relative path is looked up; None: the working directory.
+        dir_fd: the descriptor of the folder that a relative path begins in; None: the working directory.
 
     Raises:
         OSError: there is no such file, it cannot be read, or it is not regular; `strerror` says which.

@@ -122,13 +122,13 @@ def is_dcp(opened: OpenedFolder) -> bool:
 def read_dcp(opened: OpenedFolder, prefix: str | None = None) -> Checkpoint:
     """Check a folder that torch.distributed.checkpoint has saved, and return the tensors of one of its dicts.
 
-    `.metadata` is read as values only: no name in it is looked up or called. Of the other files only what the chosen
-    tensors lie in is read.
+    `.metadata` is read as values only: no name in it is looked up or called. Of the other files it reads
+    the archives of the chosen tensors.
 
     Args:
         opened: the folder.
-        prefix: choose the tensors whose names begin so, and strip it. "": those at the top level. None: those of the
-            only dict at the top level that holds tensors, by their names in it.
+        prefix: choose the tensors whose names begin so, and strip it. "": those at the top level. None: the tensors of
+            the only dict at the top level, by their names in that dict.
 
     Raises:
         CheckpointError: a file is missing, truncated, damaged or of another checkpoint; chunks of a tensor overlap, or
@@ -197,7 +197,7 @@ def _said(found: Any) -> _Said:
     files = set()
     for index, place in stored.items():
         if not isinstance(index, _Index) or not isinstance(place, _Place):
-            raise ValueError(f"its storage_data say that {told(index)} lies in {told(place)}")
+            raise ValueError(f"its storage_data has {told(index)} at {told(place)}")
         name, at = index.field("fqn"), index.field("offset")
         file = _file(name, place)
         files.add(file[0])
@@ -225,7 +225,7 @@ def _declared(name: str, entry: PickledState) -> _Declared:
             (chunk.field("offsets"), chunk.field("sizes")) if isinstance(chunk, _StoredChunk) else (None, None)
         )
         if not are_sizes(offset) or not are_sizes(size) or not len(offset) == len(size) == len(shape):
-            raise ValueError(f"{name!r}: a chunk lies at {told(offset)} and has shape {told(size)}")
+            raise ValueError(f"{name!r}: a chunk has offset {told(offset)} and shape {told(size)}")
         boxes.append((offset, size))
     return _Declared(dtype, shape, tuple(boxes))
 
@@ -233,9 +233,9 @@ def _declared(name: str, entry: PickledState) -> _Declared:
 def _file(name: Any, place: PickledState) -> tuple[str, int, int]:
     file, offset, length = (place.field(each) for each in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or not PART.fullmatch(file):
-        raise ValueError(f"{told(name)}: it lies in {told(file)}, expected a file like __0_0.distcp in this folder")
+        raise ValueError(f"{told(name)}: its file is {told(file)}, expected one like __0_0.distcp in this folder")
     if not are_sizes((offset, length)):
-        raise ValueError(f"{told(name)}: it lies at bytes {told(offset)}, {told(length)} of them")
+        raise ValueError(f"{told(name)}: its bytes are {told(offset)} with length {told(length)}, expected sizes")
     if place.field("transform_descriptors"):
         raise ValueError(f"{told(name)}: it was written through {told(place.field('transform_descriptors'))}")
     return file, offset, length

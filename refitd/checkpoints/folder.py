@@ -36,9 +36,9 @@ class Checkpoint:
     """A checked folder.
 
     Attributes:
-        opened: the folder, whose files are open.
+        opened: the folder with its open files.
         files: each file's tensors and pieces of tensors, in the order of their bytes. Names are distinct in all files.
-        pieces: by their names in `files`, those that are parts of tensors.
+        pieces: by their names in `files`, the pieces of tensors.
         aside: the number of the folder's entries that were not chosen, or are no tensors.
     """
 

@@ -33,7 +33,7 @@ _UNFINISHED = re.compile(r"\.(?P<rsync>.+)\.[A-Za-z0-9]{6}|(?P<other>.+)\.(?:tmp
 
 
 class _Mark(NamedTuple):
-    """What tells one content of a file from another, without reading it."""
+    """The status of a file that changes whenever its content is changed."""
 
     device: int
     inode: int
@@ -43,7 +43,7 @@ class _Mark(NamedTuple):
 
 
 class OpenedFile:
-    """One file of a folder. `size` is that of the descriptor when the folder was opened.
+    """One file of a folder. `size` is the size when the folder was opened.
 
     Attributes:
         path: for errors.
@@ -119,7 +119,7 @@ class OpenedFolder:
             found = os.stat(self.path)
         except OSError as exc:
             raise CheckpointError(
-                f"{self.path}: it cannot be read any more: {exc.strerror or exc}; publish a folder that stays there"
+                f"{self.path}: it can no longer be read: {exc.strerror or exc}; publish a folder that stays there"
             ) from exc
         was = os.fstat(self._fd)
         if (found.st_dev, found.st_ino) != (was.st_dev, was.st_ino):
@@ -204,11 +204,11 @@ class OpenedFolder:
             time.sleep(min(left, tick))
 
     def _change(self, name: str, file: OpenedFile) -> str:
-        """Return what has happened to a file, "" if nothing."""
+        """Return how a file has changed, "" if it has not."""
         try:
             now = _mark(os.stat(name, dir_fd=self._fd))
         except OSError as exc:
-            return f"{file.path}: it cannot be read any more: {exc.strerror or exc}"
+            return f"{file.path}: it can no longer be read: {exc.strerror or exc}"
         if now[:2] != file.mark[:2]:
             return f"{file.path}: it was replaced while the folder was read"
         return "" if now == file.mark else f"{file.path}: it was changed while it was read"

@@ -46,7 +46,7 @@ class Call:
     __slots__ = ("_function",)
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """`function` is called with what the pickle gives; its result must not be larger than its arguments."""
+        """`function` is called with the arguments in the pickle; its result must not be larger than its arguments."""
         self._function = function
 
     def __call__(self, *args: Any) -> Any:
@@ -73,7 +73,7 @@ def _empty_dict(*args: Any) -> dict[Any, Any]:
     return {}
 
 
-# What stands for torch.Size, and for dict and OrderedDict, which a pickle fills after it has made them.
+# Stand-ins for torch.Size, and for dict and OrderedDict, which a pickle fills after it has made them.
 SIZE = Call(_size)
 EMPTY_DICT = Call(_empty_dict)
 
@@ -91,7 +91,7 @@ class _Dispatch(dict[int, Any]):
 
 
 class _InertUnpickler(pickle._Unpickler):
-    """The unpickler in Python: its memo is a dict, so that an index costs an entry, where the one in C has an array.
+    """The unpickler in Python: its memo is a dict, where the one in C has an array as long as the largest index.
 
     Its memory is within a fixed multiple of the bytes read: no opcode takes more than its argument in the stream.
     """
@@ -154,8 +154,8 @@ def read_pickle(
 
     Args:
         data: the pickle, in protocol 2 or later.
-        known: what stands for (module, name): a subclass of `PickledState`, a `Call`, or an immutable value.
-        persistent: returns what stands for a persistent id.
+        known: by (module, name), a subclass of `PickledState`, a `Call`, or an immutable value.
+        persistent: returns the value for a persistent id.
 
     Raises:
         ValueError: the pickle is damaged, or names anything else; says which.

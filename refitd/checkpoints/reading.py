@@ -52,7 +52,7 @@ class Mapped:
         `on_progress` is called with the number of bytes of each read.
 
         Raises:
-            CheckpointError: the disk cannot be read, or the folder or a file was replaced or changed meanwhile.
+            CheckpointError: the disk cannot be read, or the folder or a file was replaced or changed.
         """
         asked = dict.fromkeys(self._checkpoint.files, 0)
         for file, name, stored in self._checkpoint.tensors():

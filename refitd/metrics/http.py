@@ -120,7 +120,7 @@ class HttpServer:
     async def _make_room(self) -> None:
         """Return once there is room for another connection: one has ended, or was closed after its GRACE_S."""
         now = asyncio.get_running_loop().time
-        # an eighth of the descriptors that this process may have, so that the rest is for its work
+        # at most an eighth of the descriptors that this process may have; its work needs the rest
         most = min(MAX_CLIENTS, max(2, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
         while len(self._open) >= most:
             left = next(iter(self._open.values())) + GRACE_S - now()
@@ -132,7 +132,7 @@ class HttpServer:
     def _ended(self, writer: asyncio.StreamWriter, task: asyncio.Task[None]) -> None:
         del self._open[task]
         self._heard.discard(task)
-        writer.transport.abort()  # after an orderly close this does nothing
+        writer.transport.abort()  # no effect after an orderly close
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -333,7 +333,7 @@ def _dcp(directory: Path) -> Path:
 
 
 def _checkpoints(folder: Path) -> Callable[[random.Random], bool]:
-    """A folder in which one file has suffered; what is accepted is read, too."""
+    """A folder with one damaged file; an accepted folder is read to its end."""
     from refitd.checkpoints.reading import Mapped
 
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -269,7 +269,7 @@ def _cut_metadata(metadata: said.Metadata, path: Path) -> None:
         (_nowhere, "'model.b': its chunk at [0] lies in no file"),
         (_same_bytes, "'model.b' at [0] and 'model.c' at [0] lie in the same bytes"),
         (_same_name, "'w at [0, 0]': several tensors or chunks are called so"),
-        (_outside, "'model.b' (str): it lies in '../__1_0.distcp'"),
+        (_outside, "'model.b' (str): its file is '../__1_0.distcp'"),
         (_compressed, "it was written through ['zstd']"),
         (_dict_as_list, "its state_dict_metadata or storage_data is missing"),
         (_cut_metadata, ".metadata: these are no metadata of torch.distributed.checkpoint, or they are damaged"),

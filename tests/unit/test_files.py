@@ -1,4 +1,4 @@
-"""Files that a user names: a FIFO, a device or a socket in the place of one is refused and never waited for."""
+"""Files that a user names: a FIFO, a device or a socket there is refused, without a wait."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def until_closed(server: HttpServer) -> None:
 
 
 class SlowClients(threading.Thread):
-    """Connections that send a part of a request, read nothing, and are opened again when the server closes them."""
+    """Connections that send a part of a request, never read, and are opened again when the server closes them."""
 
     def __init__(self, server: HttpServer, count: int, sent: bytes) -> None:
         super().__init__(daemon=True)
@@ -249,7 +249,7 @@ def test_a_scrape_beside_hundreds_of_slow_connections_is_answered_and_never_rese
                 with socket.create_connection(server.address, timeout=30) as sock:
                     sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
                     assert read_all(sock).endswith(b"\r\n\r\nhere")
-            # a client that reads nothing does not see that its connection was closed
+            # a client that never reads does not see that its connection was closed
             assert slow.reopened or sent.endswith(b"\r\n\r\n")
             assert len(server._open) <= http.MAX_CLIENTS
         finally:

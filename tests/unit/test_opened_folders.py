@@ -1,4 +1,4 @@
-"""Checkpoint folders that change while they are read: what is accepted is one checkpoint, entirely."""
+"""Checkpoint folders that change while they are read: every accepted read is one whole checkpoint."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_each_read_of_a_folder_that_is_replaced_is_one_checkpoint_or_refused(
     assert accepted or refused
 
 
-# --- each way in which a folder changes -------------------------------------------------------------------
+# --- each way to change a folder --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ CHANGES = [
     (_index_replaced, f"{INDEX}: it was replaced while the folder was read"),
     (_grown, "model-00004-of-00004.safetensors: it was added while the folder was read"),
     (_writer_begins, f".{SHARDS[0]}.Xy12Zz: it was added while the folder was read"),
-    (_removed, "it cannot be read any more: No such file or directory; publish a folder that stays there"),
+    (_removed, "it can no longer be read: No such file or directory; publish a folder that stays there"),
 ]
 
 
@@ -244,7 +244,7 @@ def test_a_change_within_the_tick_of_an_earlier_change_is_seen(tmp_path: Path) -
     """The kernel stamps both with one time, so the reader waits for the next tick before it relies on the stamps."""
     folder = make(tmp_path / "c", 1, "whole")
     for number in range(2, 8):
-        save_file(values(number), folder / WHOLE)  # just now: its stamp is that of the current tick
+        save_file(values(number), folder / WHOLE)  # just now: its stamp is the current tick
         checkpoint = read_checkpoint(folder, None)
         was = os.stat(folder / WHOLE)
         with (folder / WHOLE).open("r+b") as file:

@@ -1,4 +1,4 @@
-"""Pickles of checkpoints: what they may take of memory and time, and which opcodes they may have."""
+"""Pickles of checkpoints: limits of their memory and time, and the opcodes that they may have."""
 
 from __future__ import annotations
 
@@ -57,13 +57,14 @@ HOSTILE = {
 READ = """
 import resource, sys
 from pathlib import Path
-import refitd.checkpoints.dcp as dcp
+from refitd.checkpoints.dcp import read_dcp
+from refitd.checkpoints.folder import open_folder
 from refitd.errors import CheckpointError
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 room = pages * resource.getpagesize() + int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_AS, (room, room))
 try:
-    dcp.read_dcp(Path(sys.argv[1]))
+    read_dcp(open_folder(Path(sys.argv[1])))
 except CheckpointError as exc:
     print(exc)
 """
