@@ -51,7 +51,8 @@ def tiles_of(meta: ParameterMetadata) -> tuple[Tile, ...]:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor's elements, row-major."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    dense = tensor.detach().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 
 
 def _holds(tensor: torch.Tensor, tile: Tile, weight: torch.Tensor) -> bool:

@@ -20,10 +20,11 @@ from refitd.errors import PlanError, RefusedError
 from refitd.text import nearest
 from refitd.tracing.comparison import differing, tiles_of
 from refitd.tracing.isolation import Held, Isolation
-from refitd.tracing.memory import Origin, Written
+from refitd.tracing.memory import Origin, Written, bits_of
 from refitd.tracing.probes import Proof, prove
 from refitd.tracing.threads import Following, around
 from refitd.tracing.tracer import Shape, Tracer
+from refitd.tracing.values import site_of
 
 # Limit on the units of one tensor that are tracked where its writes overlap, four bytes each.
 MAX_PAINTED = 1 << 28
@@ -104,10 +105,12 @@ def trace_loader(
         raise
     except Exception as exc:
         raise RefusedError(
-            f"the loader raised{_at(tracer.last, shapes)}: {type(exc).__name__}: {exc}{around(exc)}"
+            f"the loader raised{_at(tracer.last, shapes)}: {type(exc).__name__}: {exc}{around(exc)} ({site_of(exc)})"
         ) from exc
     finally:
         changes = isolation.put_back(following.written)
+    if tracer.reader.refusals:  # the loader has caught it
+        raise tracer.reader.refusals[0]
     changes.check()
     kept = [*changes.added, *((isolation.others[key], tensor) for key, tensor in following.written.items())]
     made = {name: tracer.sources_of(tensor) for name, tensor in kept if tracer.is_followed(tensor)}
@@ -282,16 +285,18 @@ def _visible(
     left = numel - unit * int((shown < 0).sum())
     if left < numel:
         raise PlanError(f"{name}: the loader writes {left} of its {numel} elements; the rest keeps what it holds")
-    fills = {what for (_, what), count in zip(kept, seen, strict=True) if not isinstance(what, Origin) and count}
+    shown_fills = (what for (_, what), count in zip(kept, seen, strict=True) if not isinstance(what, Origin) and count)
+    fills = {bits_of(what): what for what in shown_fills}
     if len(fills) > 1:
-        raise PlanError(f"{name}: the loader fills parts of it with {sorted(fills)}; one value can be declared")
+        several = sorted(fills.values())
+        raise PlanError(f"{name}: the loader fills parts of it with {several}; one value can be declared")
     found = []
     for (walk, what), count, all_of_it in zip(kept, seen, cells, strict=True):
         if isinstance(what, Origin) and 0 < count < all_of_it:
             raise PlanError(f"{name}: the loader writes parts of what it takes of {what.name} over again")
         if isinstance(what, Origin) and count:
             found.append((walk, what))
-    return found, fills.pop() if fills else None
+    return found, next(iter(fills.values()), None)
 
 
 def _unit(walks: list[Walk], numel: int) -> int:

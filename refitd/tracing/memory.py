@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
 from math import prod
 
@@ -53,6 +54,11 @@ class Written:
     writes: list[tuple[Walk, Origin | float]] = field(default_factory=list)  # in order; side a: the tensor's memory
     computed: set[str] = field(default_factory=set)
     is_computed: bool = False
+
+
+def bits_of(number: float) -> bytes:
+    """Return a number's bits: two zeros differ, and a NaN is equal to itself."""
+    return struct.pack("d", number)
 
 
 def view_of(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:

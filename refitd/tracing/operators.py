@@ -55,9 +55,18 @@ def without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def is_lossless(held: torch.dtype, made: torch.dtype) -> bool:
     """Whether a dtype can represent every value of another."""
+    if held == made:
+        return True
     if held.is_floating_point != made.is_floating_point or held.is_complex != made.is_complex:
         return False
-    return held == made or (made.itemsize > held.itemsize and torch.promote_types(held, made) == made)
+    try:
+        if held.is_floating_point:  # no promotion is defined for the types of eight bits
+            a, b = torch.finfo(held), torch.finfo(made)
+            smallest = a.smallest_normal * a.eps >= b.smallest_normal * b.eps
+            return a.eps >= b.eps and a.max <= b.max and a.min >= b.min and smallest
+        return made.itemsize > held.itemsize and torch.promote_types(held, made) == made
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:

@@ -102,7 +102,8 @@ class Probe:
             flat.fill_(kind == 0)
         elif flat.dtype in FLOATS and self.mildness < 2:
             usual = _random(1, flat.dtype, seed, wide=False)
-            flat.copy_(usual * (2.0 ** (seed % 20 - 10), -(2.0 ** (seed % 20 - 10)), 0.0)[kind])
+            size = usual * 2.0 ** (5 + seed % 8)
+            flat.copy_(size * (1, -1, 0)[kind])
         elif flat.dtype in INTEGERS:
             low = -(seed >> 8 & 1) if flat.dtype.is_signed and not self.mildness else 0
             large = seed % 4 if self.mildness else 5 + seed % (100 if flat.dtype.itemsize == 1 else 30_000)

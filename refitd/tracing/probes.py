@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
-import traceback
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from refitd.describe.metadata import ParameterMetadata
 from refitd.errors import PlanError, RefusedError
@@ -19,6 +18,7 @@ from refitd.tracing.isolation import Isolation
 from refitd.tracing.memory import Written
 from refitd.tracing.probe_values import Probe, Shapes
 from refitd.tracing.threads import Following
+from refitd.tracing.values import site_of
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
@@ -161,6 +161,8 @@ def _run(
 class _Unfollowed:
     """In the place of a tracer: lets operators run, in threads whose end is waited for."""
 
+    functions: TorchFunctionMode | None = None
+
     def __init__(self, written: Container[int]) -> None:
         self._written = written
 
@@ -170,11 +172,3 @@ class _Unfollowed:
     def is_followed(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has memory of the engine."""
         return storage_key(tensor) in self._written
-
-
-def site_of(exc: BaseException) -> str:
-    """Return the file and line of the innermost call that is neither torch's nor refitd's."""
-    frames = traceback.extract_tb(exc.__traceback__)
-    own, torchs = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
-    found = [f for f in frames if not f.filename.startswith((own + "/tracing", torchs))] or frames[-1:]
-    return f"{found[-1].filename}:{found[-1].lineno}" if found else "an unknown line"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from refitd.errors import PlanError, RefusedError
@@ -42,7 +43,13 @@ def around(exc: BaseException) -> str:
 
 
 class Operators(Protocol):
-    """What is told of each operator of a loader: the tracer."""
+    """What is told of each operator of a loader: the tracer.
+
+    Attributes:
+        functions: follows the loader's calls of torch's Python functions; None if nothing has to.
+    """
+
+    functions: TorchFunctionMode | None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Perform one operator."""
@@ -111,7 +118,7 @@ class Following:
             self._here.work = main
             stack.callback(self._leave)
             self._replace_methods(stack)
-            with _Mode(self, main):
+            with self._functions(), _Mode(self, main):
                 try:
                     yield
                 finally:
@@ -166,7 +173,8 @@ class Following:
             self._here.work = work
             _push_mode(_Mode(self, work))
             try:
-                return fn(*args, **kwargs)
+                with self._functions():
+                    return fn(*args, **kwargs)
             finally:
                 _pop_mode()
                 self._here.work = None
@@ -188,6 +196,9 @@ class Following:
                 raise
 
         return run
+
+    def _functions(self) -> contextlib.AbstractContextManager[object]:
+        return self._tracer.functions or contextlib.nullcontext()
 
     def _end(self, work: _Work | None) -> None:
         if work is not None:

@@ -8,16 +8,19 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from refitd.describe.layout import row_major
 from refitd.describe.walks import Laid, Walk, along, inside, walk_between
 from refitd.errors import PlanError, RefusedError
+from refitd.tracing.comparison import bytes_of
 from refitd.tracing.memory import (
     Origin,
     OriginBox,
     TracedStorage,
     Written,
+    bits_of,
     constant_walk,
     grid_of,
     meets,
@@ -37,6 +40,7 @@ from refitd.tracing.operators import (
     without_values,
     written_by,
 )
+from refitd.tracing.values import Reader, Reads
 
 aten = torch.ops.aten
 
@@ -55,7 +59,9 @@ class Tracer(TorchDispatchMode):
         self.shapes = shapes
         self._memories: dict[int, TracedStorage] = {}
         self.written: dict[int, list[Written]] = {}  # by storage
-        self._scalars: dict[float, tuple[Origin, int]] = {}
+        self.reader = Reader(self._memories, self.written, self._names)
+        self._scalars = self.reader.scalars
+        self.functions: TorchFunctionMode | None = Reads(self.reader)
         self.used: set[str] = set()
         self.given: list[str] = []
         self.last = ""
@@ -109,7 +115,7 @@ class Tracer(TorchDispatchMode):
             return self._write(func, target, args, kwargs)
         packet = func.overloadpacket
         if packet is aten._local_scalar_dense:
-            return self._scalar(args[0])
+            return self.reader.number(args[0])
         if packet in FACTORIES:
             return self._make(func, packet, args, kwargs)
         if func.is_view or packet is aten._unsafe_view:
@@ -238,7 +244,8 @@ class Tracer(TorchDispatchMode):
             dim, index = args[1] % max(1, args[0].dim()), args[2]
         else:
             dim, index = next((d, i) for d, i in enumerate(args[1]) if i is not None)
-        if index.device.type == "meta" or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
+        has_values = index.device.type != "meta" and not self.reader.is_unreadable(index)
+        if not has_values or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
             raise PlanError("an index without values")
         for at, row in enumerate(index.tolist()):
             start = tuple(at if d == dim else 0 for d in range(len(memory.shape)))
@@ -252,7 +259,7 @@ class Tracer(TorchDispatchMode):
         if source is None:
             self._fill(memory, self._uniform(part))
             return
-        if source.is_tainted:
+        if source.is_tainted or part.dtype != source.keep.dtype:
             raise PlanError("computed")
         size = tuple(part.shape)
         memory.through |= source.through
@@ -269,16 +276,22 @@ class Tracer(TorchDispatchMode):
     def _fill(self, memory: TracedStorage, value: float | None) -> None:
         """Record that elements outside all boxes of new memory hold a constant."""
         value = None if value is None else self._constant(value, memory.keep.dtype)
-        if value is None or memory.fill not in (None, value):
+        if value is None or (memory.fill is not None and bits_of(memory.fill) != bits_of(value)):
             raise PlanError("no constant, or two of them")
         memory.fill = value
 
     def _uniform(self, tensor: torch.Tensor) -> float | None:
-        """Return the constant that one of the loader's own tensors holds; None if there is none to be told."""
+        """Return the constant that one of the loader's own tensors holds, by its bits; None if none can be told."""
         if tensor.device.type == "meta" or not tensor.numel() or _key(tensor) in self.written:
             return None
-        first = tensor[(0,) * tensor.dim()]
-        return self._constant(first.item(), tensor.dtype) if bool((tensor == first).all()) else None
+        bits = bytes_of(tensor).view(-1, tensor.element_size())
+        if not bool((bits == bits[:1]).all()):
+            return None
+        value = self._constant(tensor[(0,) * tensor.dim()].item(), tensor.dtype)
+        if value is None:
+            return None
+        said = torch.tensor(value, dtype=torch.float64).to(tensor.dtype).reshape(1).view(torch.uint8)
+        return value if torch.equal(said, bits[0].cpu()) else None  # the bits of a NaN, say
 
     def _constant(self, value: Any, dtype: torch.dtype) -> float | None:
         """Return the constant that memory of a dtype holds once this number is written to it.
@@ -288,7 +301,10 @@ class Tracer(TorchDispatchMode):
         """
         if value and self._scalars:
             return None
-        held = torch.full((), value, dtype=dtype, device="cpu").item()
+        try:
+            held = torch.tensor(value, device="cpu").to(dtype).item()
+        except (RuntimeError, NotImplementedError):
+            return None
         if isinstance(held, complex) or (isinstance(held, int) and int(float(held)) != held):
             return None
         return float(held)
@@ -327,21 +343,6 @@ class Tracer(TorchDispatchMode):
         return frozenset(
             origin.name for one in written for _, origin in one.writes if isinstance(origin, Origin)
         ).union(*(one.computed for one in written))
-
-    def _scalar(self, tensor: torch.Tensor) -> float:
-        """Give the value of one element a number that is recognised when it is written.
-
-        From then on no other number is taken for a constant: it may have been computed with this one.
-        """
-        memory = self._memories.get(_key(tensor))
-        number = 1.0e30 + len(self._scalars) * 1.0e16
-        if memory is not None and len(memory.boxes) == 1 and not memory.is_tainted and tensor.numel() == 1:
-            (laid,) = along(Walk(0, view_of(tensor)[0], ()), memory.shape)
-            for piece in inside(laid, memory.boxes[0].start, memory.boxes[0].size):
-                self._scalars[number] = (memory.boxes[0].origin, walk_through(piece, memory.boxes[0]).b)
-                return number
-        names = ", ".join(sorted(self._names(tensor))[:5])
-        raise PlanError(f"the loader needs a value of {names}: it is no plain copy")
 
     # --- writes -------------------------------------------------------------------------------------------
 
@@ -395,8 +396,8 @@ class Tracer(TorchDispatchMode):
         if memory is None:
             self._constant_copy(target, source)
             return
-        # rounded through an intermediate dtype, which no declared cast does
-        if memory.is_tainted or memory.through - {target.dtype}:
+        # rounded through an intermediate dtype, which no declared cast does; or bits that are taken for other numbers
+        if memory.is_tainted or memory.through - {target.dtype} or source.dtype != memory.keep.dtype:
             self._compute(target, self._names(source))
             return
         pieces: list[tuple[Walk, Origin]] = []
@@ -443,6 +444,9 @@ class Tracer(TorchDispatchMode):
         """Record the new content of a view of a tensor."""
         view = walk_between(tuple(target.shape), view_of(target), (0, row_major(tuple(target.shape))))
         memory = self._memories.get(_key(target))
+        if memory is not None and target.dtype != memory.keep.dtype:
+            self._compute(target, frozenset(origin.name for _, origin in pieces))
+            return
         if memory is not None:
             self._record_in(memory, view, pieces, fill)
             return
@@ -465,9 +469,12 @@ class Tracer(TorchDispatchMode):
         try:
             if fill is not None:
                 partly = memory.fill is None and view.count < prod(memory.shape)  # what the rest holds is not known
-                if memory.fill not in (None, fill) or memory.boxes or partly:
+                if memory.boxes or partly or (memory.fill is not None and bits_of(memory.fill) != bits_of(fill)):
                     raise PlanError("filled again")
                 memory.fill = fill
+            made = memory.keep.dtype
+            if not all(is_lossless(origin.dtype, made) for _, origin in pieces):
+                memory.through |= {made}
             before = len(memory.boxes)
             for walk, origin in pieces:
                 source = OriginBox((0,) * len(origin.shape), origin.shape, origin, 0, row_major(origin.shape))

@@ -248,6 +248,7 @@ def test_overlapping_windows_are_tiles_of_their_own() -> None:
         (lambda p, w: p["w"].copy_(w["b"]), "the loader raised"),
         (lambda p, w: w["nothing"], "the loader raised"),
         (lambda p, w: p["w"].fill_(w["a"].max().item()), "needs a value"),
+        (lambda p, w: p["w"].fill_(min(w["s"].item(), 4.0)), r"reads s as a condition, at .*test_loader\.py:\d+:"),
         (lambda p, w: (p["w"].copy_(w["a"]), p["w"][3:].fill_(0)), "writes parts of what it takes of a over again"),
         (lambda p, w: (p["w"][:2].fill_(0), p["w"][:2].copy_(w["a"][:2]), p["w"][2].fill_(0)), "writes 12 of its 16"),
         (lambda p, w: (p["w"][:1].copy_(w["a"][:1]), p["w"][1:2].fill_(1), p["w"][2:].fill_(2)), "one value can be"),
@@ -261,6 +262,7 @@ def test_overlapping_windows_are_tiles_of_their_own() -> None:
 def test_what_cannot_be_followed_is_refused_by_name(load: Callable[..., object], says: str) -> None:
     params = {"w": torch.nn.Parameter(empty(4, 4))}
     place, shapes = params["w"].data_ptr(), {"a": ((4, 4), torch.float32), "b": ((5, 5), torch.float32)}
+    shapes["s"] = ((1,), torch.float32)
     with pytest.raises(refitd.RefitdError, match=says):
         trace_loader(params, lambda weights: load(params, dict(weights)), shapes)
     assert params["w"].data_ptr() == place and torch.equal(params["w"], empty(4, 4))
@@ -287,7 +289,7 @@ def test_an_assertion_without_a_word_says_what_was_offered() -> None:
         lambda p, w: p["w"].view(torch.uint8)[:, :4].copy_(w["a"].view(torch.uint8)[:, :4]),
         lambda p, w: p["w"].copy_(torch._neg_view(w["a"])),
         lambda p, w: p["w"].copy_(w["a"].t().clone().as_strided((4, 4), (4, 1))),  # as it lies, which is otherwise
-        lambda p, w: p["w"].fill_(min(w["s"].item(), 4.0)),
+        lambda p, w: p["w"].fill_(w["s"].item() % 4.0),
         lambda p, w: (p["w"].copy_(w["a"]), p["w"][0].copy_(torch.tensor(w["s"].item()))),
         lambda p, w: (p["w"].copy_(w["a"]), p["w"].__setitem__((0, 0), 2 * w["s"].item())),
         lambda p, w: p["w"].copy_(torch.nn.functional.pad(w["a"][:2], (0, 0, 0, 2), value=w["s"].item())),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
@@ -111,35 +112,195 @@ def by_version(p: Params, w: Params) -> None:
     p["p"].copy_(w["w"].flip(0).contiguous() if w["ver"].item() >= 2 else w["w"])
 
 
-NEVER_LEARNED: dict[str, Load] = {
+def by_own_list(p: Params, w: Params) -> None:
+    own = torch.arange(8)
+    own[:] = w["perm"]
+    p["p"].copy_(torch.stack([w["w"][i] for i in own.tolist()]))
+
+
+def by_out(p: Params, w: Params) -> None:
+    own = torch.arange(8)
+    torch.add(w["perm"], 0, out=own)
+    p["p"].index_copy_(0, own, w["w"])
+
+
+def by_rows(p: Params, w: Params) -> None:
+    for row, index in enumerate(w["perm"]):
+        p["p"][row].copy_(w["w"][index])
+
+
+def by_caught_version(p: Params, w: Params) -> None:
+    try:
+        is_new = w["ver"].item() >= 2
+    except Exception:
+        is_new = True
+    p["p"].copy_(w["w"].flip(0) if is_new else w["w"])
+
+
+def by_table(p: Params, w: Params) -> None:
+    p["p"].copy_({2.0: w["w"].flip(0)}.get(w["ver"].item(), w["w"]))
+
+
+def by_text(p: Params, w: Params) -> None:
+    p["p"].copy_({"2": w["w"].flip(0)}.get(f"{w['ver'].item()}", w["w"]))
+
+
+def by_length(p: Params, w: Params) -> None:
+    p["p"].zero_()
+    p["p"][: w["ver"].item()].copy_(w["w"][: w["ver"].item()])
+
+
+def by_range(p: Params, w: Params) -> None:
+    p["p"].zero_()
+    for row in range(w["ver"]):
+        p["p"][row].copy_(w["w"][row])
+
+
+def by_written_number(p: Params, w: Params) -> None:
+    p["one"].copy_(w["s"])
+    p["p"].copy_(w["w"] if p["one"].item() > 0 else w["w"].flip(0))
+
+
+def by_written_numpy(p: Params, w: Params) -> None:
+    own = torch.zeros(1)
+    own.copy_(w["s"])
+    p["p"].copy_(w["w"] if own.numpy()[0] > 0 else w["w"].flip(0))
+
+
+def in_a_thread(p: Params, w: Params) -> None:
+    def run() -> None:
+        with contextlib.suppress(refitd.PlanError):
+            p["p"].copy_(w["w"] if w["s"].item() > 0 else w["w"].flip(0))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+def twice_through(p: Params, w: Params) -> None:
+    narrow, wide = torch.empty(8, 4, dtype=NARROW), torch.empty(8, 4)
+    narrow[:4], narrow[4:] = w["w"][:4], w["w"][4:]
+    wide.copy_(narrow)
+    p["p"].copy_(wide)
+
+
+def half_through(p: Params, w: Params) -> None:
+    p["narrow"].copy_(through(torch.empty(8, 4, dtype=HALF), w["w"]))
+
+
+def as_bits(p: Params, w: Params) -> None:
+    own = torch.empty(8, 4, dtype=torch.int32)
+    own.view(torch.float32).copy_(w["w"])
+    p["p"].copy_(own)
+
+
+COMPUTED: dict[str, Load] = {
     "an index that the loader wrote": by_written_index,
-    "a list of what the loader wrote": by_written_list,
-    "an array of what the loader wrote": by_written_array,
     "an index in a buffer of the loader": by_own_buffer,
-    "a list of a canonical tensor": lambda p, w: p["p"].copy_(torch.stack([w["w"][i] for i in w["perm"].tolist()])),
-    "a version": by_version,
+    "an index that an operator wrote to out": by_out,
     "a buffer of another dtype": lambda p, w: p["p"].copy_(through(torch.empty(8, 4, dtype=NARROW), w["w"])),
     "a new_empty of another dtype": lambda p, w: p["p"].copy_(through(w["w"].new_empty(8, 4, dtype=HALF), w["w"])),
     "a persistent buffer of another dtype": lambda p, w: p["p"].copy_(through(BUFFER, w["w"])),
     "a part of a buffer": lambda p, w: p["p"].copy_(through(torch.zeros(9, 4, dtype=NARROW)[:8], w["w"])),
-    "a scale that is checked": lambda p, w: p["one"].fill_(w["s"].item() if w["s"] > 0 else 1.0),
-    "a scale that is checked as a number": lambda p, w: p["one"].fill_(s if (s := w["s"].item()) > 0 else 1.0),
+    "two buffers, one of another dtype": twice_through,
+    "a buffer of a third dtype": half_through,
+    "a buffer that is read as another dtype": as_bits,
     "an absolute scale": lambda p, w: p["one"].fill_(abs(w["s"].item())),
     "the largest scale": lambda p, w: p["one"].fill_(max(float(s) for s in w["scales"])),
+    "the mean scale": lambda p, w: p["one"].fill_(sum(s.item() for s in w["scales"]) / 3),
     "a remainder": lambda p, w: p["one"].fill_(w["s"].item() % 1),
+    "a remainder of a float": lambda p, w: p["one"].fill_(float(w["s"]) % 1),
+    "a branch on a float": lambda p, w: p["p"].copy_(w["w"] if float(w["s"]) > -0.5 else w["w"].flip(0)),
+}
+REFUSED: dict[str, Load] = {
+    "a list of what the loader wrote": by_written_list,
+    "an array of what the loader wrote": by_written_array,
+    "a list of a buffer of the loader": by_own_list,
+    "a list of a canonical tensor": lambda p, w: p["p"].copy_(torch.stack([w["w"][i] for i in w["perm"].tolist()])),
+    "an array of a canonical tensor": lambda p, w: p["p"].copy_(w["w"][w["perm"].numpy()]),
+    "rows by the elements of an index": by_rows,
+    "a version": by_version,
+    "a version, and the refusal is caught": by_caught_version,
+    "a table of versions": by_table,
+    "a version as text": by_text,
+    "a length": by_length,
+    "a range": by_range,
+    "a number that the loader wrote": by_written_number,
+    "a number in a buffer that numpy reads": by_written_numpy,
+    "a branch in a thread": in_a_thread,
+    "a scale that is checked": lambda p, w: p["one"].fill_(w["s"].item() if w["s"] > 0 else 1.0),
+    "a scale that is checked as a number": lambda p, w: p["one"].fill_(s if (s := w["s"].item()) > 0 else 1.0),
     "a truth value": lambda p, w: p["p"].copy_(w["w"] if w["s"] else w["half"]),
+    "equal tensors": lambda p, w: p["p"].copy_(w["w"] if torch.equal(w["w"], w["half"].float()) else w["half"]),
     "a whole number": lambda p, w: p["one"].fill_(int(w["s"])),
+    "the largest scale of a list": lambda p, w: p["one"].fill_(max(w["scales"].tolist())),
 }
 
 
-@pytest.mark.parametrize("how", NEVER_LEARNED)
-def test_what_depends_on_values_is_never_learned(how: str) -> None:
-    try:
-        trace, _ = learned(NEVER_LEARNED[how])
-    except refitd.RefitdError:
-        return
-    assert not {"p", "one"} & trace.metadata.keys()
-    assert {"p", "one"} & trace.computed.keys()
+@pytest.mark.parametrize("how", COMPUTED)
+def test_what_values_decide_is_computed(how: str) -> None:
+    trace, _ = learned(COMPUTED[how])
+    assert not {"p", "one", "narrow"} & trace.metadata.keys()
+    assert {"p", "one", "narrow"} & trace.computed.keys()
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_a_loader_that_reads_values_is_refused_with_its_line(how: str) -> None:
+    with pytest.raises(
+        refitd.PlanError, match=r"the loader reads .*, at .*test_trace_probes\.py:\d+: what it does then"
+    ):
+        learned(REFUSED[how])
+
+
+LEARNED: dict[str, Load] = {
+    "a scale by its number": lambda p, w: p["one"].fill_(w["s"].item()),
+    "a scale by its float": lambda p, w: p["one"].fill_(float(w["s"])),
+    "a scale by assignment": lambda p, w: p["one"].__setitem__(0, w["s"].item()),
+    "a number in a buffer": lambda p, w: p["one"].fill_(through(torch.zeros(1), w["s"]).item()),
+    "a buffer of the tensor's own dtype": lambda p, w: p["narrow"].copy_(
+        through(torch.empty(8, 4, dtype=NARROW), w["w"])
+    ),
+    "a wider buffer": lambda p, w: p["p"].copy_(through(torch.empty(8, 4, dtype=torch.float64), w["w"])),
+}
+
+
+@pytest.mark.parametrize("how", LEARNED)
+def test_numbers_and_buffers_that_lose_nothing_are_learned(how: str) -> None:
+    trace, _ = learned(LEARNED[how])
+    assert len(trace.metadata) == 1 and not trace.computed and trace.proof is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_tensor_of_eight_bits_is_computed_and_the_others_are_learned(dtype: torch.dtype) -> None:
+    def load(p: Params, w: Params) -> None:
+        p["p"].copy_(w["w"])
+        p["narrow"].copy_(w["eight"].to(NARROW))
+        p["q"].copy_(torch.cat([w["eight"].to(NARROW)[:4], w["half"][4:]]))
+
+    shapes: Shapes = {**SHAPES, "eight": ((8, 4), dtype)}
+    params = held()
+    trace = refitd.trace_loader(params, lambda weights: load(params, dict(weights)), shapes)
+    assert trace.metadata.keys() == {"p"} and trace.computed.keys() == {"narrow", "q"}
+
+
+def test_constants_are_compared_by_their_bits() -> None:
+    signs = torch.tensor([0.0, -0.0, 0.0, -0.0])
+
+    def mixed(p: Params, w: Params) -> None:
+        p["p"].copy_(torch.cat([w["w"][:4], signs.repeat(4, 1)]))
+        p["q"][:4].copy_(w["w"][:4])
+        p["q"][4:].copy_(torch.full((4, 4), -0.0))
+
+    trace, _ = learned(mixed)
+    assert "p" in trace.computed and str(trace.metadata["q"].fill) == "-0.0"
+
+    def two(p: Params, w: Params) -> None:
+        p["p"][:4].copy_(w["w"][:4])
+        p["p"][4:6].fill_(-0.0)
+        p["p"][6:].fill_(0.0)
+
+    with pytest.raises(refitd.PlanError, match=r"fills parts of it with \[-0\.0, 0\.0\]"):
+        learned(two)
 
 
 def test_a_loader_that_counts_its_calls_is_not_learned() -> None:
