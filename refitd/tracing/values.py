@@ -94,7 +94,9 @@ class Reader:
 
     def _lack(self, tensor: torch.Tensor) -> NoReturn:
         names = ", ".join(sorted(self._names(tensor))[:5]) or "one of the engine's tensors"
-        raise PlanError(f"the loader needs a value of {names}, at {site_here()}: it is no plain copy")
+        refusal = PlanError(f"the loader needs a value of {names}, at {site_here()}: it is no plain copy")
+        self.refusals.append(refusal)
+        raise refusal
 
     def _element(self, tensor: torch.Tensor) -> tuple[Origin, int] | None:
         """Return the canonical tensor that a lone element is of, and where it is there."""
