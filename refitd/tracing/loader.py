@@ -104,6 +104,8 @@ def trace_loader(
     except PlanError:
         raise
     except Exception as exc:
+        if tracer.reader.refusals:
+            raise tracer.reader.refusals[0] from exc
         raise RefusedError(
             f"the loader raised{_at(tracer.last, shapes)}: {type(exc).__name__}: {exc}{around(exc)} ({site_of(exc)})"
         ) from exc
