@@ -63,7 +63,7 @@ class Probe:
         shape, dtype = self.shapes[name]
         count, seed = prod(shape), zlib.crc32(f"{self.number} {name}".encode())
         if dtype in INTEGERS and self.mildness:
-            flat = self._permuted(count, dtype, seed)
+            flat = self._permuted(count, dtype, zlib.crc32(name.encode()))
         else:
             piece = self._piece(dtype)
             start = seed % len(piece)
@@ -91,8 +91,8 @@ class Probe:
     def _permuted(self, count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
         top = 128 if dtype.itemsize == 1 else min(count, MAX_PERMUTED) or 1
-        if count <= MAX_PERMUTED:
-            return (torch.randperm(count, generator=generator) % top).to(dtype)
+        if count <= MAX_PERMUTED:  # another one in each probe, also of two elements
+            return (torch.randperm(count, generator=generator) % top).roll(self.number).to(dtype)
         return torch.randint(top, (count,), generator=generator).to(dtype)
 
     def _single(self, flat: torch.Tensor, seed: int) -> None:
