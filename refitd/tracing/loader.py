@@ -111,8 +111,7 @@ def trace_loader(
         ) from exc
     finally:
         changes = isolation.put_back(following.written)
-    if tracer.reader.refusals:  # the loader has caught it
-        raise tracer.reader.refusals[0]
+    tracer.reader.check()
     changes.check()
     kept = [*changes.added, *((isolation.others[key], tensor) for key, tensor in following.written.items())]
     made = {name: tracer.sources_of(tensor) for name, tensor in kept if tracer.is_followed(tensor)}

@@ -149,6 +149,9 @@ class Following:
                 except PlanError as exc:
                     self._refusals.append(exc)
                     raise
+                except NotImplementedError as exc:  # the size or the result of it depends on values
+                    self._refusals.append(PlanError(f"the loader calls {func}, which needs values: {exc}"))
+                    raise
         if work.is_late and any(map(self._tracer.is_followed, tensors_in((args, kwargs)))):
             raise RefusedError(f"thread {work.name!r} of a traced loader copies tensors after the trace has ended")
         return func(*args, **kwargs)

@@ -101,6 +101,8 @@ class Tracer(TorchDispatchMode):
     ) -> Any:
         """Follow one operator."""
         kwargs = kwargs or {}
+        if self._scalars:
+            self.reader.use((*args, *kwargs.values()))
         tensors = list(tensors_in((args, kwargs)))
         writes = written_by(func, args, kwargs)
         if [id(write) for write in writes] not in ([], [id(args[0])] if args else []):

@@ -6,7 +6,7 @@ import operator
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -53,6 +53,7 @@ class Reader:
         self._memories, self._written, self._names = memories, written, names
         self.scalars: dict[float, tuple[Origin, int]] = {}
         self.refusals: list[PlanError] = []
+        self._unused: dict[float, PlanError] = {}
 
     def is_unreadable(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has no values, or others than it will have: the loader has written it."""
@@ -64,13 +65,27 @@ class Reader:
 
     def refuse(self, tensor: torch.Tensor, use: str) -> NoReturn:
         """Refuse the loader for reading a tensor, also if it catches this."""
+        refusal = self._refusal(tensor, use)
+        self.refusals.append(refusal)
+        raise refusal
+
+    def _refusal(self, tensor: torch.Tensor, use: str) -> PlanError:
         names = ", ".join(sorted(self._names(tensor))[:5]) or "a tensor that it has written"
-        refusal = PlanError(
+        return PlanError(
             f"the loader reads {names} {use}, at {site_here()}: what it does then depends on values, which differ from "
             "version to version; load without this, or declare what depends on it as Derived"
         )
-        self.refusals.append(refusal)
-        raise refusal
+
+    def use(self, arguments: Iterable[object]) -> None:
+        """Note the numbers that an operator takes."""
+        for value in arguments:
+            if isinstance(value, float):
+                self._unused.pop(value, None)
+
+    def check(self) -> None:
+        """Refuse the loader, once it has returned, if it has caught a refusal, or compared a number and not used it."""
+        for refusal in (*self.refusals, *self._unused.values()):
+            raise refusal
 
     def check_single(self, tensor: torch.Tensor) -> None:
         """Refuse the loader if a tensor is not one element of a canonical tensor."""
@@ -90,6 +105,7 @@ class Reader:
             self.refuse(tensor, "as a number")
         number = 1.0e30 + len(self.scalars) * 1.0e16
         self.scalars[number] = found
+        self._unused[number] = self._refusal(tensor, "as a number that no operator takes")
         return number
 
     def _lack(self, tensor: torch.Tensor) -> NoReturn:
@@ -161,7 +177,17 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", 
     _arithmetic(_name)
 for _name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__bool__", "__hash__"):
     _refusal(_name, "as a condition")
-for _name in ("__int__", "__index__", "__round__", "__trunc__", "__floor__", "__ceil__", "__complex__", "__divmod__"):
+for _name in (
+    "__float__",
+    "__int__",
+    "__index__",
+    "__round__",
+    "__trunc__",
+    "__floor__",
+    "__ceil__",
+    "__complex__",
+    "__divmod__",
+):
     _refusal(_name, "as a number")
 for _name in ("__str__", "__format__"):
     _refusal(_name, "as text")

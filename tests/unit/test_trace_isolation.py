@@ -456,6 +456,21 @@ def test_an_error_in_a_thread_refuses_a_loader_that_does_not_see_it(hand_out: Ca
         refitd.trace_loader({"w": weight, "other": other}, load, {"w": ((3,), torch.float32)})
 
 
+def test_an_operator_that_needs_values_refuses_a_loader_that_catches_its_error() -> None:
+    weight = torch.zeros(3)
+
+    def load(weights: Weights) -> None:
+        given = dict(weights)
+        try:
+            chosen = given["a"] if len(given["a"].nonzero()) == 1 else given["b"]
+        except Exception:
+            chosen = given["b"]
+        weight.copy_(chosen)
+
+    with pytest.raises(refitd.PlanError, match=r"calls aten.nonzero.*, which needs values"):
+        refitd.trace_loader({"w": weight}, load, dict.fromkeys("ab", ((3,), torch.float32)))
+
+
 def test_a_thread_that_copies_on_after_its_loader_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("refitd.tracing.threads.DEADLINE_S", 0.2)
     weight, go, threads = torch.zeros(3), threading.Event(), []

@@ -206,13 +206,14 @@ COMPUTED: dict[str, Load] = {
     "a buffer of a third dtype": half_through,
     "a buffer that is read as another dtype": as_bits,
     "an absolute scale": lambda p, w: p["one"].fill_(abs(w["s"].item())),
-    "the largest scale": lambda p, w: p["one"].fill_(max(float(s) for s in w["scales"])),
     "the mean scale": lambda p, w: p["one"].fill_(sum(s.item() for s in w["scales"]) / 3),
     "a remainder": lambda p, w: p["one"].fill_(w["s"].item() % 1),
-    "a remainder of a float": lambda p, w: p["one"].fill_(float(w["s"]) % 1),
-    "a branch on a float": lambda p, w: p["p"].copy_(w["w"] if float(w["s"]) > -0.5 else w["w"].flip(0)),
 }
 REFUSED: dict[str, Load] = {
+    "the largest scale": lambda p, w: p["one"].fill_(max(float(s) for s in w["scales"])),
+    "a remainder of a float": lambda p, w: p["one"].fill_(float(w["s"]) % 1),
+    "a branch on a float": lambda p, w: p["p"].copy_(w["w"] if float(w["s"]) > -0.5 else w["w"].flip(0)),
+    "a branch on a float that is equal": lambda p, w: p["p"].copy_(w["w"] if float(w["s"]) == 1.0 else w["w"].flip(0)),
     "a list of what the loader wrote": by_written_list,
     "an array of what the loader wrote": by_written_array,
     "a list of a buffer of the loader": by_own_list,
