@@ -55,6 +55,12 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 
 
+def _words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor's elements as integers, which are compared several times as fast as bytes."""
+    size = tensor.element_size()
+    return bytes_of(tensor).view({2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size, torch.uint8))
+
+
 def _holds(tensor: torch.Tensor, tile: Tile, weight: torch.Tensor) -> bool:
     """Whether a tensor holds a tile of a canonical tensor, bit for bit after conversion to its dtype."""
     flat = tensor.detach().reshape(-1)
@@ -67,7 +73,7 @@ def _holds(tensor: torch.Tensor, tile: Tile, weight: torch.Tensor) -> bool:
         box = weight[tuple(slice(o, o + n) for o, n in zip(offset, tile.size, strict=True))]
         mine = flat.as_strided(tile.size, tile.local_stride, flat.storage_offset() + local)
         converted = box.to(mine.device).to(mine.dtype)
-        if not torch.equal(bytes_of(mine), bytes_of(converted)):
+        if not torch.equal(_words_of(mine), _words_of(converted)):
             return False
     return True
 
