@@ -66,8 +66,8 @@ def _killed(client: Any, trainer: Any, work: Path, tp: int) -> dict[str, Any]:
         left_s = max(0.0, killed + ENDS_S - time.monotonic())
         assert select.select([pidfd], [], [], left_s)[0], "a process of the engine outlives its API server"
         os.close(pidfd)
-    ended_s = time.monotonic() - killed
     server = start(2)
+    back_s = time.monotonic() - killed
     try:
         assert not set(versions.ranks()) & set(ranks), "the old ranks are still registered"
         for _ in range(2):
@@ -76,7 +76,7 @@ def _killed(client: Any, trainer: Any, work: Path, tp: int) -> dict[str, Any]:
         verified = str(client.verify("policy").outcome)
     finally:
         server.close()
-    return {"equal": all(told), "verified": verified, "tensors": len(weights), "ended_s": ended_s}
+    return {"equal": all(told), "verified": verified, "tensors": len(weights), "back_s": back_s}
 
 
 def _parent(pid: int) -> int:
