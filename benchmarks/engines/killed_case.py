@@ -1,4 +1,4 @@
-"""The API server of a vLLM engine that nobody drives is killed, and started again; prints JSON.
+"""The API server of a vLLM engine that follows is killed, and started again; prints JSON.
 
 Its EngineCore and workers must end by themselves. The next server gets the replica's name, and the next swaps reach it.
 """

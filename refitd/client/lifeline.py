@@ -29,7 +29,7 @@ class Lifeline:
         """Open the processes.
 
         Args:
-            processes: {pid: what it is}, such as {pid: "the API server"}. The pids are of this process's pid
+            processes: {pid: name in messages}, such as {pid: "the API server"}. The pids are of this process's pid
                 namespace. The process that knows a pid for certain should pass it on: a child that asks `os.getppid()`
                 may be told of another process if its parent has ended already.
 
@@ -41,7 +41,7 @@ class Lifeline:
         self._calls: list[weakref.WeakMethod[Callable[[Orphaned], None]]] = []
         self._lock = threading.Lock()
         if not isinstance(processes, Mapping) or not processes:
-            raise RefusedError(f"a lifeline's processes are {shown(processes)}, expected {{pid: what it is}}")
+            raise RefusedError(f"a lifeline's processes are {shown(processes)}, expected {{pid: name}}")
         names = {whole("pid", pid, 1, MAX_PID): text("process", what) for pid, what in processes.items()}
         fds: dict[int, str] = {}
         wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -60,7 +60,7 @@ class Lifeline:
 
     @classmethod
     def of_parent(cls, what: str, others: Mapping[int, str] | None = None) -> Self:
-        """Return the lifeline of the process that started this one: `what` it is, such as "the API server".
+        """Return the lifeline of the process that started this one; `what` is its name in messages.
 
         In a process of `multiprocessing` that is the process which created it; elsewhere the parent, which must live
         when this is called. `others` are further processes, as in the constructor.

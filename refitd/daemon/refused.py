@@ -61,7 +61,7 @@ class RefusedRegistrations:
     def _answered(self, key: _Key, answer: ToClient, now: float) -> bool:
         model, replica, _, pid = key
         if not isinstance(answer.message, local.Failure):
-            # The process is registered: under this name, or under another one that it chose after the refusal.
+            # The process is registered, under this name or another one.
             gone = [old for old in self._found if (old[0], not old[1], old[3]) == (model, not replica, pid)]
             for old in gone:
                 del self._found[old]

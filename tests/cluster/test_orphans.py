@@ -1,4 +1,4 @@
-"""An engine whose server is gone lets go of its name, and serves nothing."""
+"""An engine whose server has ended closes its registrations, and its version is None."""
 
 from __future__ import annotations
 

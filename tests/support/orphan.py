@@ -2,7 +2,7 @@
 
 With DEPTH, it starts the same program with one less and its own pid; with 0 it registers as replica a, lives with all
 of these processes, and polls. It prints its pid once it has registered; then one line per version that it serves, and
-what ended it: the error's class, and the version that it then serves.
+the class of the error that ended it, with the version that it then serves.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(directory: str, depth: int, pids: list[int]) -> None:
         client.status()
     except refitd.RefitdError as exc:
         print(type(exc).__name__, flush=True)
-    time.sleep(600)  # nothing ends it: an orphan
+    time.sleep(600)  # an orphan stays until a test ends it
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Lifelines: the end of a process is noticed however it ended, and by whoever watches it."""
+"""Lifelines: the end of a process is noticed however it ended, and by every watcher."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""An engine's process ends with the process that it serves for: nothing else can reach it.
+"""An engine's process ends with its server: no other process can reach it.
 
     API server (or a script's LLM) -> EngineCore -> workers, with tensor parallelism
 
-Each process watches the one that started it. A worker watches the API server, too: EngineCore may take seconds to end.
+Each process watches its parent. A worker watches the API server, too: EngineCore may take seconds to end.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import refitd
 
 log = logging.getLogger("vllm.refitd")
 
-# The names that vLLM gives to the processes that it starts, and what starts them.
+# vLLM's names for its processes, and the names of their parents.
 STARTED_BY = {"EngineCore": "the API server", "VllmWorker": "EngineCore"}
 
-# Tells the workers that EngineCore starts which process started it.
+# Tells EngineCore's workers the pid of the API server.
 SERVER = "REFITD_VLLM_SERVER"
 
 # How long a process that is asked to end may take.
@@ -29,7 +29,7 @@ ENDS_S = 10.0
 
 
 class ServerLifeline(refitd.Lifeline):
-    """Ends this process after the one that it serves for: SIGTERM, which vLLM handles, then SIGKILL."""
+    """Ends this process after its server: by SIGTERM, which vLLM handles, then by SIGKILL."""
 
     def __init__(self, processes: Mapping[int, str]) -> None:
         super().__init__(processes)
@@ -46,7 +46,7 @@ class ServerLifeline(refitd.Lifeline):
 def live_with_server(*, starts_workers: bool = False) -> ServerLifeline | None:
     """Watch the process that started this one of vLLM; None if that is not vLLM, or the kernel has no pidfds.
 
-    With `starts_workers`, this is an EngineCore whose workers are processes of their own: they watch the server, too.
+    With `starts_workers`, this process is an EngineCore with worker processes, which watch the server, too.
 
     An engine that runs in a script's own process (VLLM_ENABLE_V1_MULTIPROCESSING=0) ends with it anyway. An actor of
     Ray is started by a raylet, which ends it with its owner.
