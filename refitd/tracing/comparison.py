@@ -1,4 +1,4 @@
-"""What a learned layout makes of canonical tensors, compared bit for bit with what an engine's tensors hold."""
+"""Compare an engine's tensors bit for bit with the values that a learned layout gives them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def differing(
     params: Mapping[str, torch.Tensor],
     weights: Iterable[tuple[str, torch.Tensor]],
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the tensors that hold anything else, each with the canonical tensor that differs, and what is lacking.
+    """Return the tensors that differ from the layout, each with the canonical tensor, and the canonical names lacking.
 
     Args:
         metadata: the layout, by the engine's names.

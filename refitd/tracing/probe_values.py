@@ -78,7 +78,7 @@ class Probe:
         return flat.reshape(tuple(shape))
 
     def content(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return a value without dimensions for what the engine holds before its loader runs on this probe."""
+        """Return the value that fills the engine's tensors before its loader runs on this probe."""
         pattern = (0x5A, 0xA5, 0x3C)[self.number % 3]
         if dtype == torch.bool:
             pattern &= 1

@@ -32,8 +32,8 @@ class Proof:
     Attributes:
         probes: checkpoints of made-up values that the real loader was run on.
         seconds: the time that this took, with the copies of the engine's tensors.
-        memory_bytes: main memory for the probes' values, beside one canonical tensor at a time. What the copies of the
-            engine's tensors take is in `LoaderTrace.held`.
+        memory_bytes: main memory for the probes' values, beside one canonical tensor at a time. Memory for copies of the
+            engine's tensors is in `LoaderTrace.held`.
         without_values: the engine's tensors on the meta device, which prove nothing.
     """
 
@@ -49,7 +49,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Refuted:
-    """One of the engine's tensors that the loader does not give what the layout says.
+    """One of the engine's tensors to which the loader gives other values than the layout.
 
     Attributes:
         source: the canonical tensor at which they differ; "" where the layout says a constant.
@@ -72,9 +72,9 @@ def prove(
     """Run a loader on probes, in the engine's own tensors, which are as they were afterwards, also on error.
 
     Args:
-        metadata: what the layout says, by the engine's names.
+        metadata: the layout, by the engine's names.
         untouched: tensors that hold no element of a canonical tensor.
-        written: what the trace saw of the engine's tensors, by storage; those on the meta device are passed over.
+        written: the writes that the trace has recorded, by storage; those on the meta device are passed over.
         others: further storages that the loader was seen to write.
         isolation: the engine as it was before the trace.
         load_fn: the loader.
@@ -159,7 +159,7 @@ def _run(
 
 
 class _Unfollowed:
-    """In the place of a tracer: lets operators run, in threads whose end is waited for."""
+    """Runs operators without a tracer; `Following` waits for the threads."""
 
     functions: TorchFunctionMode | None = None
 

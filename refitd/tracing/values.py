@@ -1,4 +1,4 @@
-"""Values that a traced tensor does not have: numbers that may be written and not read, and what asks for values."""
+"""Refuse a loader that reads values of traced tensors; numbers that it may write and not read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Reader:
 
     Attributes:
         scalars: numbers that stand for elements of canonical tensors.
-        refusals: what the loader was refused for.
+        refusals: errors by which the loader was refused.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class Reader:
 
 
 class TracedNumber:
-    """In the place of a number that `item()` would return: may be written and computed with, and not read.
+    """The answer of `item()` for a traced tensor: a loader may write it and compute with it, and not read it.
 
-    What is computed with one holds no copy. Comparisons, conversions and uses as an index or a size are refused.
+    A result of arithmetic counts as computed. Comparisons, conversions and uses as an index or a size are refused.
     """
 
     __slots__ = ("reader", "tensor")
@@ -236,7 +236,7 @@ def _made(data: Any, dtype: torch.dtype | None) -> torch.Tensor:
     return held.to(dtype or usual or torch.int64) + 0  # computed
 
 
-# what reads the values of its first argument
+# functions that read the values of their first argument
 READS: dict[Any, str] = {
     torch.Tensor.__bool__: "as a condition",
     torch.Tensor.__contains__: "as a condition",
@@ -257,7 +257,7 @@ READS: dict[Any, str] = {
 
 
 class Reads(TorchFunctionMode):
-    """Answers `item()` of traced tensors with a number that refuses to be read, and refuses all else that reads one."""
+    """Answers `item()` of traced tensors with a `TracedNumber`, and refuses other reads."""
 
     def __init__(self, reader: Reader) -> None:
         super().__init__()
