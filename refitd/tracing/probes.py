@@ -32,8 +32,8 @@ class Proof:
     Attributes:
         probes: checkpoints of made-up values that the real loader was run on.
         seconds: the time that this took, with the copies of the engine's tensors.
-        memory_bytes: main memory for the probes' values, beside one canonical tensor at a time. Memory for copies of the
-            engine's tensors is in `LoaderTrace.held`.
+        memory_bytes: main memory for the probes' values, beside one canonical tensor at a time. The copies of
+            the engine's tensors are counted in `LoaderTrace.held`.
         without_values: the engine's tensors on the meta device, which prove nothing.
     """
 
