@@ -22,7 +22,7 @@ from refitd.tracing.comparison import differing, tiles_of
 from refitd.tracing.isolation import Held, Isolation
 from refitd.tracing.memory import Origin, Written, bits_of
 from refitd.tracing.probes import Proof, prove
-from refitd.tracing.threads import Following, around
+from refitd.tracing.threads import Following, ThreadRaised, around
 from refitd.tracing.tracer import Shape, Tracer
 from refitd.tracing.values import site_of
 
@@ -106,6 +106,8 @@ def trace_loader(
     except Exception as exc:
         if tracer.reader.refusals:
             raise tracer.reader.refusals[0] from exc
+        if isinstance(exc, ThreadRaised):
+            raise
         raise RefusedError(
             f"the loader raised{_at(tracer.last, shapes)}: {type(exc).__name__}: {exc}{around(exc)} ({site_of(exc)})"
         ) from exc

@@ -42,6 +42,10 @@ def around(exc: BaseException) -> str:
     )
 
 
+class ThreadRaised(RefusedError):
+    """A thread or a task of the loader has raised, and the loader has returned."""
+
+
 class Operators(Protocol):
     """What is told of each operator of a loader: the tracer.
 
@@ -111,7 +115,7 @@ class Following:
         Raises:
             PlanError: a thread still copies when the deadline ends, the loader starts a process, or it has caught an
                 error by which the tracer refused it.
-            RefusedError: a thread or a task of a pool raised, and the loader has returned.
+            ThreadRaised: a thread or a task of a pool raised, and the loader has returned.
         """
         with _TRACING, contextlib.ExitStack() as stack:
             main = _Work("main", 0)
@@ -132,7 +136,7 @@ class Following:
                 raise self._refusals[0]
             if self._raised:
                 name, exc = self._raised[0]
-                raise RefusedError(
+                raise ThreadRaised(
                     f"thread or task {name!r} of the loader raised {type(exc).__name__}: {exc}{around(exc)}"
                 ) from exc
 

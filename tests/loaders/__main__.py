@@ -31,7 +31,7 @@ ABOUT = """# Layouts learned from random loaders
 `scripts/loaders --keep ROW`. Each loader is traced, then run on the values of three further versions. A
 version in which a tensor is not equal to the layout's result, bit for bit, counts as accepted and wrong.
 "As engines' loaders": made only of parts that vLLM's and SGLang's loaders have. "Others" also compute,
-decide by values, or write around torch.
+decide by values, or write around torch. Before: the package of that commit under the same judge.
 
 """
 

@@ -26,7 +26,6 @@ class Verdict:
     is_benign: bool
     outcome: str
     detail: str = ""
-    took_s: float = 0.0
 
 
 def judge(program: Program) -> Verdict:
