@@ -148,7 +148,7 @@ class HeldBytes:
 
 
 def _joined(ranges: list[_Range]) -> Iterator[_Range]:
-    """Yield ranges without those that are inside others."""
+    """Yield the ranges that no other range contains."""
     last: _Range | None = None
     for one in sorted(ranges, key=lambda one: (one.start, -one.end)):
         if last is not None and one.end <= last.end:

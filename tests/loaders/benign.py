@@ -1,4 +1,4 @@
-"""Parts of loaders that only move elements, or round each once: what vLLM's and SGLang's loaders are made of."""
+"""Parts of loaders that only move elements, or round each once, as vLLM's and SGLang's loaders do."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def permuted(m: Maker) -> None:
 
 
 def buffered(m: Maker) -> None:
-    """A buffer of the loader's own, of the same dtype."""
+    """Copy through a buffer with the tensor's dtype."""
     x = m.source((3, 4))
     dtype = m.one(x).dtype
     rows = m.rng.choice([3, 5])

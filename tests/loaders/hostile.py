@@ -251,7 +251,7 @@ def rebound(m: Maker) -> None:
 
 
 def arithmetic(m: Maker) -> None:
-    """What is copied is changed in place, or was computed."""
+    """Compute, or change a copy in place."""
     dtype = m.float()
     x, y = m.source((3, 4), dtype), m.source((3, 4), dtype)
     p = m.parameter((3, 4), dtype)
@@ -315,7 +315,7 @@ def over(m: Maker) -> None:
 
 
 def of_the_engine(m: Maker) -> None:
-    """What another tensor of the engine holds."""
+    """Copy from another tensor of the engine."""
     dtype = m.float()
     x = m.source((3, 4), dtype)
     p, q = m.parameter((3, 4), dtype), m.parameter((3, 4), m.rng.choice([dtype, torch.bfloat16]))
