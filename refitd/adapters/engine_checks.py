@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import torch
 
 from refitd import LoaderTrace, RefusedError
-from refitd.dtypes import dtype_name, element_size
 
 log = logging.getLogger("refitd.adapters")
 
@@ -68,10 +67,10 @@ def check_covered(trace: LoaderTrace, params: Mapping[str, torch.Tensor], own: O
             "these tensors in %s, offer them so",
             source,
             m.cast_from,
-            dtype_name(m.dtype),
+            _name(m.dtype),
             name,
             len(narrower),
-            dtype_name(m.dtype),
+            _name(m.dtype),
         )
 
 
@@ -79,8 +78,12 @@ def _narrower(trace: LoaderTrace, own: Offered) -> list[tuple[str, str]]:
     """Return (engine's name, canonical name) of tensors whose offer has fewer bits than engine and checkpoint have."""
     found = []
     for name, m in trace.metadata.items():
-        bits = m.element_size if m.cast_from is None else element_size(m.cast_from)
+        bits = m.element_size if m.cast_from is None else getattr(torch, m.cast_from).itemsize
         for source in {tile.tensor for tile in m.tiles} if m.tiles else {m.resolved_name or name}:
             if bits < m.element_size and source in own and bits < own[source][1].itemsize:
                 found.append((name, source))
     return sorted(found)
+
+
+def _name(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")

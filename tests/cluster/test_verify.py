@@ -310,10 +310,9 @@ def test_verify_can_be_switched_off_for_a_model(start_daemon: Callable[..., Daem
     daemon = start_daemon("[models.policy]\nverify = false\n")
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         tensors = shards.whole(1)
-        live = shards.zeros_like(tensors)
         for model in ("policy", "other"):
             source = trainer.register_source(model, tensors)
-            target = engine.register_target(model, live, replica="a")
+            target = engine.register_target(model, shards.zeros_like(tensors), replica="a")
             source.publish(1)
             with Engine(target):
                 report = trainer.swap(model, 1, timeout=30)

@@ -59,6 +59,7 @@ import resource, sys
 from pathlib import Path
 from refitd.checkpoints.dcp import read_dcp
 from refitd.checkpoints.folder import open_folder
+from refitd.checkpoints.publish import read_checkpoint
 from refitd.errors import CheckpointError
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 room = pages * resource.getpagesize() + int(sys.argv[2])
