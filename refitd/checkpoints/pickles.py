@@ -8,6 +8,7 @@ import pickletools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from refitd.checkpoints.header import MAX_DIMS
 from refitd.text import brief, shown
 
 _SCALARS = (str, int, float, bytes, type(None))  # bool is an int
@@ -58,11 +59,14 @@ class Call:
 
 
 def _size(*args: Any) -> tuple[int, ...]:
-    """Return a torch.Size; the tuple itself, because a copy for each use of one long tuple could fill the memory."""
+    """Return a torch.Size: the tuple itself, of at most MAX_DIMS integers."""
     if not args:
         return ()
-    if len(args) != 1 or type(args[0]) is not tuple or not all(type(n) is int for n in args[0]):
-        raise pickle.UnpicklingError("it makes a torch.Size of something other than a tuple of integers")
+    is_tuple = len(args) == 1 and type(args[0]) is tuple
+    if not is_tuple or len(args[0]) > MAX_DIMS or not all(type(n) is int for n in args[0]):
+        raise pickle.UnpicklingError(
+            f"it makes a torch.Size of something other than a tuple of at most {MAX_DIMS} integers"
+        )
     found: tuple[int, ...] = args[0]
     return found
 
