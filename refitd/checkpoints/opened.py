@@ -175,7 +175,7 @@ class OpenedFolder:
                     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
                     raise CheckpointError(
                         f"{self.path}: {len(self.files)} of its {len(self._names)} files are open, and this process "
-                        f"may have {limit} open files (ulimit -n); raise that limit above {2 * len(self._names) + 64}"
+                        f"may have {limit} open files (ulimit -n); raise that limit above {len(self._names) + 64}"
                     ) from exc
                 problems.append(f"{self.path / name}: it cannot be read: {exc.strerror or exc}")
         if problems:
@@ -189,7 +189,7 @@ class OpenedFolder:
             if exc.errno != errno.EMFILE:
                 raise
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != hard:  # each file of a large checkpoint stays open until it is mapped
+        if soft != hard:  # each file of a large checkpoint stays open until it is read
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         return open_regular(name, dir_fd=self._fd)
 

@@ -54,7 +54,7 @@ def publish_checkpoint(
     The folder is Hugging Face's (model.safetensors, or shards with model.safetensors.index.json) or one that
     torch.distributed.checkpoint has saved (.metadata and __*_*.distcp), in any layout.
 
-    The files are mapped and read once, into a slot that this node's daemon owns. Like the version of an ended trainer,
+    The files are read once, into a slot that this node's daemon owns. Like the version of an ended trainer,
     it outlives this client, until another source of the model registers. Nothing is published unless the whole folder
     is valid and has been read.
 
@@ -82,7 +82,7 @@ def publish_checkpoint(
         ArenaError: the daemon does not have enough memory for a slot.
         DeadlineExceeded: another node has not published its part in time.
     """
-    from refitd.checkpoints.reading import Mapped
+    from refitd.checkpoints.reading import Reader
 
     began = time.monotonic()
     if any(held.member.startswith(f"{model}/source:{rank}@") for held in client._registered):
@@ -99,8 +99,8 @@ def publish_checkpoint(
         done += nbytes
         on_progress(done, total)
 
-    with Mapped(checkpoint) as mapped:
-        shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in mapped.tensors.items()}
+    with Reader(checkpoint) as reader:
+        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in reader.tensors.items()}
         source = client.declare_source(
             model,
             shapes,
@@ -114,7 +114,7 @@ def publish_checkpoint(
         )
         number = source.next_version if version is None else version
         try:
-            source.publish_from(number, mapped.read(progress), timeout=timeout)
+            source.publish_from(number, reader.read(progress), timeout=timeout)
             if world_size > 1:
                 _wait_for_others(client, model, number, world_size, timeout)
                 checkpoint.opened.check()  # the other nodes have opened theirs by now

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -30,7 +32,28 @@ from refitd.protocol.shards import shard_of
 from refitd.protocol.target_forms import staged
 from refitd.text import nearest, shown
 
-Weights = Iterable[tuple[str, torch.Tensor]]
+
+class Unread(ABC):
+    """A tensor that is not in memory yet, such as one of a file: it is read straight into the slot.
+
+    Attributes:
+        shape: as of a torch.Tensor.
+        dtype: as of a torch.Tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @abstractmethod
+    def load(self) -> torch.Tensor:
+        """Return it as a tensor in memory of its own."""
+
+    @abstractmethod
+    def read_into(self, to: torch.Tensor) -> None:
+        """Read it into a contiguous tensor in main memory of the same shape and dtype."""
+
+
+Weights = Iterable[tuple[str, torch.Tensor | Unread]]
 
 
 class StreamedSource:
@@ -247,12 +270,18 @@ def write_stream(
             close = ", ".join(nearest(str(name), places.keys() - written.keys()))
             raise RefusedError(f"{shown(name)}: no tensor is declared so; nearest: {close or 'none is left'}")
         m, to, offset = places[name]
-        held = held_of_given(name, tensor)
+        held = tensor if isinstance(tensor, Unread) else held_of_given(name, tensor)
         problem = _stream_problem(m, held)
         if problem:
             raise RefusedError(f"{name}: {problem}")
         dtype: Any = getattr(torch, dtype_name(to.dtype))
-        slot = memory[offset : offset + held.numel() * dtype.itemsize].view(dtype).view(held.shape)
+        slot = memory[offset : offset + prod(held.shape) * dtype.itemsize].view(dtype).view(held.shape)
+        if isinstance(held, Unread) and dtype == held.dtype and slot.device.type == "cpu":
+            held.read_into(slot)
+            written[name] = slot
+            continue
+        if isinstance(held, Unread):
+            held = held.load()
         if dtype == held.dtype:
             copy_bytes(slot, held)
         else:
@@ -265,7 +294,7 @@ def write_stream(
     return written
 
 
-def _stream_problem(m: ParameterMetadata, tensor: torch.Tensor) -> str:
+def _stream_problem(m: ParameterMetadata, tensor: torch.Tensor | Unread) -> str:
     if (tuple(tensor.shape), dtype_name(tensor.dtype)) != (tuple(m.shape), dtype_name(m.dtype)):
         return (
             f"it is {list(tensor.shape)} {dtype_name(tensor.dtype)}, declared were {list(m.shape)} "

@@ -334,7 +334,7 @@ def _dcp(directory: Path) -> Path:
 
 def _checkpoints(folder: Path) -> Callable[[random.Random], bool]:
     """A folder with one damaged file; an accepted folder is read to its end."""
-    from refitd.checkpoints.reading import Mapped
+    from refitd.checkpoints.reading import Reader
 
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -342,8 +342,8 @@ def _checkpoints(folder: Path) -> Callable[[random.Random], bool]:
         name = rng.choice(sorted(whole))
         (folder / name).write_bytes(damaged(whole[name], rng))
         try:
-            with Mapped(read_checkpoint(folder, None)) as mapped:
-                assert all(tensor.nbytes < 1 << 20 for _, tensor in mapped.read())
+            with Reader(read_checkpoint(folder, None)) as reader:
+                assert all(tensor.load().nbytes < 1 << 20 for _, tensor in reader.read())
         except CheckpointError as exc:
             assert len(str(exc)) < 20_000
             return False

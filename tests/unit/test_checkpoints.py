@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from refitd.checkpoints.folder import read_folder as read_opened
 from refitd.checkpoints.formats import Safetensors
 from refitd.checkpoints.header import NAMES, header, in_file_order, read_header
 from refitd.checkpoints.new_folder import new_folder, write_file
-from refitd.checkpoints.reading import Mapped
+from refitd.checkpoints.reading import Reader
 from refitd.checkpoints.save import split
 from refitd.errors import CheckpointError
 from refitd_cli.commands.save import bytes_of
@@ -85,8 +87,8 @@ def test_tensors_are_mapped_as_they_were_saved_even_where_another_library_left_t
     values = torch.tensor([1.5, -2.0])
     said = {"n": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}} | one(offsets=(1, 9))
     (tmp_path / WHOLE).write_bytes(raw(said, b"\x07" + values.numpy().tobytes()))
-    with Mapped(read_folder(tmp_path)) as mapped:
-        read = {name: tensor.clone() for name, tensor in mapped.read()}
+    with Reader(read_folder(tmp_path)) as reader:
+        read = {name: tensor.load() for name, tensor in reader.read()}
     assert torch.equal(read["w"], values) and read["n"].tolist() == [7]
 
 
@@ -95,8 +97,10 @@ def test_shards_are_read_with_their_index_and_other_files_are_let_be(sharded: Pa
     assert [(file, name) for file, name, _ in checkpoint.tensors()] == [(A, "a"), (A, "b"), (B, "c"), (B, "d")]
     assert checkpoint.nbytes == 48
     done: list[int] = []
-    with Mapped(checkpoint) as mapped:
-        assert {name: tensor[0].item() for name, tensor in mapped.read(done.append)} == {n: ord(n) for n in "abcd"}
+    with Reader(checkpoint) as reader:
+        assert {name: tensor.load()[0].item() for name, tensor in reader.read(done.append)} == {
+            n: ord(n) for n in "abcd"
+        }
     assert sum(done) == 48
 
 
@@ -219,12 +223,38 @@ def test_a_folder_whose_files_do_not_belong_together_is_refused_by_name(
 @pytest.mark.parametrize("size", [0, 60_000])
 def test_a_file_that_shrinks_or_grows_while_it_is_read_is_an_error_and_not_a_signal(tmp_path: Path, size: int) -> None:
     save_file({"a": torch.zeros(5000), "b": torch.zeros(5000)}, tmp_path / WHOLE)
-    with Mapped(read_folder(tmp_path)) as mapped:
-        reading = mapped.read()
+    with Reader(read_folder(tmp_path)) as reader:
+        reading = reader.read()
         next(reading)
         os.truncate(tmp_path / WHOLE, size)
         with pytest.raises(CheckpointError, match=f"{WHOLE}: it was changed while it was read"):
             list(reading)
+
+
+# Truncates a file when a first piece of its tensor has been read.
+TRUNCATED = """
+import os, sys
+from pathlib import Path
+import torch
+from refitd.checkpoints.folder import open_folder, read_folder
+from refitd.checkpoints.reading import Reader
+from refitd.errors import CheckpointError
+file = Path(sys.argv[1])
+with Reader(read_folder(open_folder(file.parent))) as reader:
+    try:
+        for name, tensor in reader.read(lambda nbytes: os.truncate(file, 1000)):
+            tensor.read_into(torch.empty(tensor.shape))
+    except CheckpointError as exc:
+        print(exc)
+"""
+
+
+def test_a_file_that_is_truncated_while_a_tensor_is_copied_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(5_000_000)}, tmp_path / WHOLE)
+    command = [sys.executable, "-c", TRUNCATED, str(tmp_path / WHOLE)]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert f"{WHOLE}: it was changed while it was read" in ran.stdout
 
 
 def test_parts_of_a_folder_are_all_of_it_once_and_equal_in_bytes(sharded: Path) -> None:

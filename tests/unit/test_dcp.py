@@ -23,7 +23,7 @@ from refitd.checkpoints.folder import METADATA, part_of
 from refitd.checkpoints.formats import Dcp
 from refitd.checkpoints.new_folder import new_folder
 from refitd.checkpoints.publish import described, read_checkpoint
-from refitd.checkpoints.reading import Mapped
+from refitd.checkpoints.reading import Reader
 from refitd.errors import CheckpointError
 from refitd.testing import oracle
 
@@ -81,8 +81,8 @@ def whole(path: Path, prefix: str | None = None, ranks: int = 1) -> dict[str, to
     shards = []
     for rank in range(ranks):
         part = part_of(read_checkpoint(path, prefix), rank, ranks)
-        with Mapped(part) as mapped:
-            tensors = {name: tensor.contiguous().clone() for name, tensor in mapped.read()}
+        with Reader(part) as reader:
+            tensors = {name: tensor.load().contiguous() for name, tensor in reader.read()}
         for m in described(part, rank):
             assert m.resolved_name is not None
             shapes[m.resolved_name] = m.global_shape or m.shape
@@ -123,8 +123,8 @@ def test_what_torch_saves_in_one_process_is_read_in_all_dtypes_and_strides(tmp_p
     dcp.save({"model": model, "optim": optimizer}, checkpoint_id=tmp_path / "c", no_dist=True)
     checkpoint = read_checkpoint(tmp_path / "c", "model.")
     assert checkpoint.aside == 2
-    with Mapped(checkpoint) as mapped:
-        read = {name: tensor.contiguous() for name, tensor in mapped.read()}
+    with Reader(checkpoint) as reader:
+        read = {name: tensor.load().contiguous() for name, tensor in reader.read()}
         for name, tensor in model.items():
             assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
             assert bytes_of(read[name]) == bytes_of(tensor), name
@@ -367,8 +367,8 @@ def test_an_archive_that_holds_anything_but_its_tensor_is_refused(tmp_path: Path
 @pytest.mark.parametrize("size", [0, 2_000])
 def test_a_file_that_changes_while_it_is_read_is_an_error_and_not_a_signal(tmp_path: Path, size: int) -> None:
     folder = made(tmp_path / "c")
-    with Mapped(read_checkpoint(folder, None)) as mapped:
-        reading = mapped.read()
+    with Reader(read_checkpoint(folder, None)) as reader:
+        reading = reader.read()
         next(reading)
         os.truncate(folder / FILES[1], size)
         with pytest.raises(CheckpointError, match=f"{FILES[1]}: it was changed while it was read"):
@@ -396,8 +396,8 @@ def test_what_is_written_is_read_by_torch_and_by_refitd(tmp_path: Path) -> None:
     loaded = {name: torch.full_like(tensor, 9) for name, tensor in tensors.items()}
     dcp.load(loaded, checkpoint_id=tmp_path / "c", no_dist=True)
     assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
-    with Mapped(read_checkpoint(tmp_path / "c", None)) as mapped:
-        assert all(torch.equal(tensor.clone(), tensors[name]) for name, tensor in mapped.read())
+    with Reader(read_checkpoint(tmp_path / "c", None)) as reader:
+        assert all(torch.equal(tensor.load(), tensors[name]) for name, tensor in reader.read())
 
 
 @pytest.mark.parametrize("raised", [OSError(28, "No space left on device"), KeyboardInterrupt()])

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from refitd.checkpoints import opened as opening
 from refitd.checkpoints.folder import INDEX, METADATA, WHOLE
 from refitd.checkpoints.publish import read_checkpoint
-from refitd.checkpoints.reading import Mapped
+from refitd.checkpoints.reading import Reader
 from refitd.errors import CheckpointError
 from refitd.files import open_regular, read_regular
 
@@ -55,8 +55,8 @@ def make(folder: Path, number: int, layout: str = "sharded") -> Path:
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
-    with Mapped(read_checkpoint(folder, None)) as mapped:
-        return {name: tensor.clone() for name, tensor in mapped.read()}
+    with Reader(read_checkpoint(folder, None)) as reader:
+        return {name: tensor.load() for name, tensor in reader.read()}
 
 
 def number_of(found: dict[str, torch.Tensor]) -> int:
@@ -207,8 +207,8 @@ def test_a_folder_that_changed_while_it_was_read_is_refused_by_name(
 ) -> None:
     folder = make(tmp_path / "c", 1)
     checkpoint = read_checkpoint(folder, None)
-    with Mapped(checkpoint) as mapped:
-        reading = mapped.read()
+    with Reader(checkpoint) as reader:
+        reading = reader.read()
         next(reading)
         change(folder)
         with pytest.raises(CheckpointError) as caught:
@@ -223,8 +223,8 @@ def test_a_folder_that_changed_between_its_header_and_its_data_gives_no_data(
     folder = make(tmp_path / "c", 1)
     checkpoint = read_checkpoint(folder, None)
     change(folder)
-    with Mapped(checkpoint) as mapped, pytest.raises(CheckpointError) as caught:
-        list(mapped.read())
+    with Reader(checkpoint) as reader, pytest.raises(CheckpointError) as caught:
+        list(reader.read())
     assert words in str(caught.value)
 
 
@@ -251,8 +251,8 @@ def test_a_change_within_the_tick_of_an_earlier_change_is_seen(tmp_path: Path) -
             file.seek(-4, os.SEEK_END)
             file.write(b"\1\2\3\4")
         assert os.stat(folder / WHOLE).st_ctime_ns != was.st_ctime_ns
-        with Mapped(checkpoint) as mapped, pytest.raises(CheckpointError, match="it was changed while it was read"):
-            list(mapped.read())
+        with Reader(checkpoint) as reader, pytest.raises(CheckpointError, match="it was changed while it was read"):
+            list(reader.read())
 
 
 def test_a_file_that_changed_long_ago_is_read_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,8 +272,8 @@ def test_a_symbolic_link_to_a_file_is_followed_and_watched(tmp_path: Path) -> No
     checkpoint = read_checkpoint(folder, None)
     (folder / "new").symlink_to(make(tmp_path / "other", 2, "whole") / WHOLE)
     os.replace(folder / "new", folder / WHOLE)
-    with Mapped(checkpoint) as mapped, pytest.raises(CheckpointError, match="it was replaced"):
-        list(mapped.read())
+    with Reader(checkpoint) as reader, pytest.raises(CheckpointError, match="it was replaced"):
+        list(reader.read())
 
 
 # --- files that are not regular ---------------------------------------------------------------------------
@@ -360,12 +360,12 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from refitd.checkpoints.publish import read_checkpoint
-from refitd.checkpoints.reading import Mapped
+from refitd.checkpoints.reading import Reader
 from refitd.errors import CheckpointError
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[3])))
 try:
-    with Mapped(read_checkpoint(Path(sys.argv[1]), None)) as mapped:
-        print(len(list(mapped.read())))
+    with Reader(read_checkpoint(Path(sys.argv[1]), None)) as reader:
+        print(len(list(reader.read())))
 except CheckpointError as exc:
     print(exc)
 """
