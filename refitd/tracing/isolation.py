@@ -90,13 +90,14 @@ class Changes:
 
 @dataclass(slots=True)
 class _Tensor:
-    """One tensor object, as it was. `alias` has its memory and view."""
+    """One tensor object, as it was. `alias` has its memory and view; `attributes` is its dictionary."""
 
     name: str
     tensor: torch.Tensor
     alias: torch.Tensor
     kind: type
     needs_grad: bool
+    attributes: dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -224,7 +225,7 @@ class Isolation:
             return
         name = self._names.get(id(tensor), name)
         alias = tensor.detach()
-        self._tensors[id(tensor)] = _Tensor(name, tensor, alias, type(tensor), tensor.requires_grad)
+        self._tensors[id(tensor)] = _Tensor(name, tensor, alias, type(tensor), tensor.requires_grad, vars(tensor))
         if is_registered or tensor.numel() * tensor.element_size() <= MAX_ATTRIBUTE:
             self._bytes.add(name, alias)
 
@@ -271,6 +272,10 @@ def _put_back_slots(slots: _Slots) -> None:
 
 def _put_back_tensor(one: _Tensor) -> bool:
     """Put back a tensor's class, memory and view; return whether it had other memory."""
+    if one.tensor.device != one.alias.device:  # `torch.utils.swap_tensors`; `data` takes memory of this device only
+        torch.utils.swap_tensors(one.tensor, torch.empty_like(one.alias))
+    if vars(one.tensor) is not one.attributes:
+        one.tensor.__dict__ = one.attributes
     if type(one.tensor) is not one.kind:
         one.tensor.__class__ = one.kind
     is_moved = place_of(one.tensor) != place_of(one.alias)

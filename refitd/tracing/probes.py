@@ -154,8 +154,17 @@ def _run(
     assert error is not None
     raise RefusedError(
         f"the loader raises on probe {probe.number + 1} of {PROBES}, whose values are made up, and did not when its "
-        f"layout was learned, at {site_of(error)}: {type(error).__name__}: {error}"
+        f"layout was learned, at {site_of(error)}: {type(error).__name__}: {error}{_cause(error)}"
     ) from error
+
+
+def _cause(error: Exception) -> str:
+    """Return the cause of an error that torch raises for tensors without values: a probe has none of these."""
+    if isinstance(error, NotImplementedError) and "meta tensor" in str(error):
+        return (
+            ". The loader keeps tensors of an earlier load, outside of the engine; let it forget these, then load again"
+        )
+    return ""
 
 
 class _Unfollowed:

@@ -33,7 +33,9 @@ _WORKERS = (concurrent.futures.thread._worker, multiprocessing.pool.worker)  # t
 
 
 def around(exc: BaseException) -> str:
-    """Return what a loader did whose error says that it read values which a traced tensor has not."""
+    """Return the likely cause of a loader's error that torch words for tensors without values; "" for other errors."""
+    if isinstance(exc, RuntimeError) and "set_data" in str(exc):
+        return " The loader gives a tensor other memory (`p.data = ...`). Let it copy: `p.data.copy_(...)`"
     if not isinstance(exc, NotImplementedError) or "meta tensor" not in str(exc):
         return ""
     return (

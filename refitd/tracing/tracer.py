@@ -127,6 +127,8 @@ class Tracer(TorchDispatchMode):
             if packet in LAZY or any(view.dtype != tensors[0].dtype for view in tensors_in(made)):
                 self._compute(tensors[0], self._names(tensors[0]))  # the values, or the size of elements, change
             return made
+        if packet is aten.index:
+            args = (args[0], self._numbered(args[1]))
         made = without_values(func, args, kwargs)
         ordered = ordered_like(made) if isinstance(made, torch.Tensor) else made
         self._follow(packet, args, kwargs, ordered, tensors)
@@ -252,6 +254,17 @@ class Tracer(TorchDispatchMode):
         for at, row in enumerate(index.tolist()):
             start = tuple(at if d == dim else 0 for d in range(len(memory.shape)))
             self._put(memory, start, args[0].narrow(dim, row % args[0].shape[dim], 1))
+
+    def _numbered(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return indices with the places of a constant mask's elements instead of the mask."""
+        found: list[torch.Tensor | None] = []
+        for index in indices:
+            is_mask = index is not None and index.dtype in (torch.bool, torch.uint8) and index.device.type != "meta"
+            if index is None or not is_mask or self.reader.is_unreadable(index):
+                found.append(index)
+            else:
+                found += index.nonzero(as_tuple=True)
+        return found
 
     def _put(self, memory: TracedStorage, start: tuple[int, ...], part: torch.Tensor) -> None:
         """Record that a box of new memory holds a tensor's elements."""

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -256,6 +257,17 @@ READS: dict[Any, str] = {
 }
 
 
+def _index(key: Any) -> Any:
+    """Return an index with tensors in main memory for lists of numbers; torch puts these on the meta device."""
+    if isinstance(key, tuple):
+        return tuple(map(_index, key))
+    if isinstance(key, np.ndarray):
+        return torch.from_numpy(np.ascontiguousarray(key))
+    if isinstance(key, list | range) and key and all(isinstance(number, int) for number in key):
+        return torch.tensor(key)
+    return key
+
+
 class Reads(TorchFunctionMode):
     """Answers `item()` of traced tensors with a `TracedNumber`, and refuses other reads."""
 
@@ -275,6 +287,8 @@ class Reads(TorchFunctionMode):
             for value in args[:2]:
                 if isinstance(value, torch.Tensor) and self._reader.is_unreadable(value):
                     self._reader.refuse(value, use)
+        if func is torch.Tensor.__getitem__ and self._reader.is_unreadable(args[0]):
+            args = (args[0], _index(args[1]))
         if _holds_number(args) or _holds_number(kwargs):
             return called(func, args, kwargs)
         return func(*args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -388,6 +389,29 @@ def test_tensors_without_dimensions_are_learned_and_checked() -> None:
             params["scales"]["ab".index(name)] = w
 
     judge(params, load, {"a": (), "b": ()})
+
+
+EVEN = torch.arange(6) % 2 == 0
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda w: w[[5, 3, 1, 0, 2, -2]],
+        lambda w: w[np.array([5, 3, 1, 0, 2, 4])],
+        lambda w: w[range(5, -1, -1)],
+        lambda w: w[:, [3, 1, 0, 2]],
+        lambda w: torch.cat([w[EVEN], w[~EVEN]]),
+        lambda w: torch.cat([w[[True, False] * 3], w[[False, True] * 3]]),
+    ],
+    ids=["list", "numpy", "range", "list of columns", "mask", "list of booleans"],
+)
+def test_rows_that_a_constant_list_or_mask_selects_are_followed(select: Callable[..., torch.Tensor]) -> None:
+    def load(params: dict[str, torch.Tensor], weights: Weights) -> None:
+        for _, w in weights:
+            params["p"].copy_(select(w))
+
+    assert "p" in judge({"p": torch.zeros(6, 4)}, load, {"w": (6, 4)}).metadata
 
 
 def test_memory_made_in_the_form_of_another_tensor_is_followed() -> None:

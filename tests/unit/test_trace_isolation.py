@@ -29,6 +29,10 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 SHAPES = {name: ((3, 3), torch.float32) for name in ("proj.weight", "head.weight", "scale")}
 
 
+class Kind(torch.Tensor):
+    pass
+
+
 class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -109,6 +113,9 @@ OTHER_MEMORY = {
     "data of a buffer": lambda e, w: setattr(e.head.cos, "data", torch.empty(4)),
     "data of another dtype": lambda e, w: e.half(),
     "a module": lambda e, w: setattr(e, "head", Layer()),
+    "swap_tensors": lambda e, w: torch.utils.swap_tensors(e.proj.weight, torch.nn.Parameter(w["proj.weight"], False)),
+    "swap_tensors of two": lambda e, w: torch.utils.swap_tensors(e.proj.weight, e.head.weight),
+    "swap_tensors with another class": lambda e, w: torch.utils.swap_tensors(e.scale, w["scale"].as_subclass(Kind)),
 }
 
 
@@ -119,6 +126,19 @@ def test_tensors_that_a_loader_replaces_are_put_back_and_refused_by_name(change:
     with pytest.raises(refitd.PlanError, match=r"gives [0-9]+ tensors other memory; put back"):
         trace(engine)
     assert [*everything(engine)] == before
+
+
+def test_data_of_a_traced_tensor_is_refused_with_the_way_out() -> None:
+    engine = Engine(lambda e, w: setattr(e.proj.weight, "data", w["proj.weight"]))
+    with pytest.raises(refitd.RefusedError, match=r"gives a tensor other memory.* Let it copy: `p.data.copy_"):
+        trace(engine)
+
+
+def test_a_loader_that_keeps_tensors_of_an_earlier_load_is_told_so() -> None:
+    kept: dict[str, torch.Tensor] = {}
+    engine = Engine(lambda e, w: e.scale.copy_(kept.setdefault("scale", w["scale"])))
+    with pytest.raises(refitd.RefusedError, match="keeps tensors of an earlier load"):
+        trace(engine)
 
 
 ATTRIBUTES = {
