@@ -6,6 +6,7 @@ Everything that is read of a checkpoint (index, headers, data) comes from these 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -26,8 +27,10 @@ from refitd.files import open_regular
 # same stamp. A file that changed less than this long ago is looked at again later.
 TICK_S = 0.1
 COARSE_TICK_S = 2.1  # of file systems that keep whole seconds
+ADVICE_BYTES = 1 << 20  # the kernel reads about this much ahead for one request, and ignores the rest of it
+SPARE_DESCRIPTORS = 64  # for the client's sockets and memory while the files are open
 
-_NEXT = "publish the folder again when its writer has finished"
+AGAIN = "publish the folder again when its writer has finished"
 # rsync's name for a file under way, and the endings of other writers
 _UNFINISHED = re.compile(r"\.(?P<rsync>.+)\.[A-Za-z0-9]{6}|(?P<other>.+)\.(?:tmp|part|incomplete)")
 
@@ -47,15 +50,21 @@ class OpenedFile:
 
     Attributes:
         path: for errors.
-        fd: the descriptor.
     """
 
     def __init__(self, path: Path, fd: int) -> None:
         """`fd` belongs to this object from now on."""
         self.path = path
-        self.fd = fd
+        self._fd = fd
         self.mark = _mark(os.fstat(fd))
         self._close = weakref.finalize(self, os.close, fd)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; raises ValueError once it is closed, as its number may be another file's by then."""
+        if not self._close.alive:
+            raise ValueError(f"{self.path}: it is closed; a checkpoint is read once, open the folder again")
+        return self._fd
 
     @property
     def size(self) -> int:
@@ -72,8 +81,29 @@ class OpenedFile:
             raise CheckpointError(f"{self.path}: it cannot be read: {exc.strerror or exc}") from exc
         return bytes(found)
 
+    def read_into(self, offset: int, memory: memoryview) -> int:
+        """Fill `memory` with the bytes from `offset` on; return their number, which is less only at the file's end.
+
+        Raises:
+            CheckpointError: the disk fails.
+        """
+        found = 0
+        try:
+            while found < len(memory) and (more := os.preadv(self.fd, [memory[found:]], offset + found)):
+                found += more
+        except OSError as exc:
+            raise CheckpointError(f"{self.path}: it cannot be read: {exc.strerror or exc}") from exc
+        return found
+
+    def will_need(self, offset: int, nbytes: int) -> None:
+        """Ask the kernel to read these bytes ahead; a file system that cannot is read without that."""
+        with contextlib.suppress(OSError):
+            for at in range(offset, offset + nbytes, ADVICE_BYTES):
+                size = min(ADVICE_BYTES, offset + nbytes - at)
+                os.posix_fadvise(self.fd, at, size, os.POSIX_FADV_WILLNEED)
+
     def close(self) -> None:
-        """Close the descriptor. The mark is kept, and memory maps of the file stay."""
+        """Close the descriptor, after which the file cannot be read. The mark is kept."""
         self._close()
 
 
@@ -95,13 +125,21 @@ class OpenedFolder:
         self.path = path
         self.files: dict[str, OpenedFile] = {}
         self._is_weights = is_weights
+        _raise_limit(0)
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as exc:
+            if exc.errno == errno.EMFILE:
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                raise CheckpointError(
+                    f"{path}: it cannot be opened: this process may have {limit} open files (ulimit -n), and has them; "
+                    "raise that limit"
+                ) from exc
             raise CheckpointError(f"{path}: it cannot be opened: {exc.strerror or exc}; give a folder") from exc
         self._close = weakref.finalize(self, os.close, self._fd)
         try:
             self._names = self._list()
+            _raise_limit(len(self._names))
             self._open()
             self._settle()
             self.check()
@@ -132,7 +170,7 @@ class OpenedFolder:
         ]
         if problems:
             more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-            raise CheckpointError(f"{'; '.join(problems[:5])}{more}; {_NEXT}")
+            raise CheckpointError(f"{'; '.join(problems[:5])}{more}; {AGAIN}")
 
     def identity(self) -> str:
         """Return a digest of the files' names, sizes and modification times, equal on all nodes that see the folder."""
@@ -155,6 +193,8 @@ class OpenedFolder:
         try:
             return frozenset(name for name in os.listdir(self._fd) if self._is_weights(name) or self._becomes(name))
         except OSError as exc:
+            if exc.errno == errno.EMFILE:
+                raise _too_many(self.path, len(self.files), len(self.files)) from exc
             raise CheckpointError(f"{self.path}: it cannot be listed: {exc.strerror or exc}") from exc
 
     def _becomes(self, name: str) -> bool:
@@ -163,35 +203,20 @@ class OpenedFolder:
 
     def _open(self) -> None:
         problems = [
-            f"{self.path / name}: a file that is being written; {_NEXT}, or remove this file if the writer was killed"
+            f"{self.path / name}: a file that is being written; {AGAIN}, or remove this file if the writer was killed"
             for name in sorted(self._names)
             if self._becomes(name)
         ]
         for name in sorted(self._names):
             try:
-                self.files[name] = OpenedFile(self.path / name, self._open_one(name))
+                self.files[name] = OpenedFile(self.path / name, open_regular(name, dir_fd=self._fd))
             except OSError as exc:
                 if exc.errno == errno.EMFILE:
-                    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-                    raise CheckpointError(
-                        f"{self.path}: {len(self.files)} of its {len(self._names)} files are open, and this process "
-                        f"may have {limit} open files (ulimit -n); raise that limit above {len(self._names) + 64}"
-                    ) from exc
+                    raise _too_many(self.path, len(self.files), len(self._names)) from exc
                 problems.append(f"{self.path / name}: it cannot be read: {exc.strerror or exc}")
         if problems:
             more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise CheckpointError("; ".join(problems[:5]) + more)
-
-    def _open_one(self, name: str) -> int:
-        try:
-            return open_regular(name, dir_fd=self._fd)
-        except OSError as exc:
-            if exc.errno != errno.EMFILE:
-                raise
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != hard:  # each file of a large checkpoint stays open until it is read
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        return open_regular(name, dir_fd=self._fd)
 
     def _settle(self) -> None:
         """Wait until a change from now on gets another stamp than the last one."""
@@ -220,6 +245,27 @@ class OpenedFolder:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _raise_limit(files: int) -> None:
+    """Raise the soft limit of open files to the hard one if `files` more do not fit: all are open together."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return
+    try:
+        has_room = len(os.listdir("/proc/self/fd")) + files + SPARE_DESCRIPTORS <= soft
+    except OSError:  # there is no descriptor left to look with
+        has_room = False
+    if not has_room:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _too_many(path: Path, opened: int, files: int) -> CheckpointError:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return CheckpointError(
+        f"{path}: {opened} of its {files} weight files are open, and this process may have {limit} open files "
+        f"(ulimit -n); raise that limit above {limit + files - opened + SPARE_DESCRIPTORS}"
+    )
 
 
 def _mark(found: os.stat_result) -> _Mark:

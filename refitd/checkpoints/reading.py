@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
@@ -10,7 +9,7 @@ import torch
 
 from refitd.checkpoints.folder import Checkpoint
 from refitd.checkpoints.header import Stored
-from refitd.checkpoints.opened import OpenedFile
+from refitd.checkpoints.opened import AGAIN, OpenedFile
 from refitd.client.arena_copies import copy_bytes
 from refitd.client.streamed import Unread
 from refitd.errors import CheckpointError
@@ -72,6 +71,8 @@ class Reader:
     def read(self, on_progress: Callable[[int], object] = lambda nbytes: None) -> Iterator[tuple[str, FileTensor]]:
         """Yield each tensor's name and the tensor, which is to be read before the iterator is advanced.
 
+        Each file is closed after its last tensor.
+
         `on_progress` is called with the number of bytes of each read.
 
         Raises:
@@ -79,7 +80,10 @@ class Reader:
                 the tensor is read.
         """
         self._on_progress = on_progress
-        yield from self.tensors.items()
+        for file, held in self._checkpoint.files.items():
+            for name in held:
+                yield name, self.tensors[name]
+            self._opened.files[file].close()
         self._opened.check()
 
     def _tensor(self, file: str, stored: Stored) -> FileTensor:
@@ -87,26 +91,23 @@ class Reader:
 
     def _read(self, file: OpenedFile, offset: int, memory: memoryview) -> None:
         """Fill memory with the bytes from `offset` on."""
-        done, end = 0, offset + len(memory)
-        self._read_ahead(file, offset, end)
-        while done < len(memory):
-            try:
-                got = os.preadv(file.fd, [memory[done : done + STRIDE_BYTES]], offset + done)
-            except OSError as exc:
-                self._opened.check()
-                raise CheckpointError(f"{file.path}: it cannot be read: {exc.strerror or exc}") from exc
-            if not got:
-                self._opened.check()
-                raise CheckpointError(f"{file.path}: it ends at byte {offset + done}, expected {file.size} bytes")
-            done += got
-            self._on_progress(got)
+        self._read_ahead(file, offset, offset + len(memory))
+        for at in range(0, len(memory), STRIDE_BYTES):
+            wanted = memory[at : at + STRIDE_BYTES]
+            found = file.read_into(offset + at, wanted)
+            if found < len(wanted):
+                raise CheckpointError(
+                    f"{file.path}: it was changed while it was read: it ends at byte {offset + at + found}, expected "
+                    f"{file.size} bytes; {AGAIN}"
+                )
+            self._on_progress(found)
 
     def _read_ahead(self, file: OpenedFile, start: int, used: int) -> None:
         """Ask the kernel to read ahead of the bytes in use."""
         end = min(used + AHEAD_BYTES, file.size)
         name = file.path.name
-        for at in range(max(self._asked[name], start), end, STRIDE_BYTES):
-            os.posix_fadvise(file.fd, at, min(STRIDE_BYTES, end - at), os.POSIX_FADV_WILLNEED)
+        asked = max(self._asked[name], start)
+        file.will_need(asked, end - asked)
         self._asked[name] = max(self._asked[name], end)
 
     def __enter__(self) -> Reader:

@@ -388,3 +388,20 @@ def test_a_folder_of_more_files_than_may_be_open_is_read_or_refused(
     command = [sys.executable, "-c", LIMITED, str(tmp_path), str(soft), str(hard)]
     ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert words in ran.stdout, ran.stdout + ran.stderr[-2000:]
+
+
+def test_a_process_without_a_free_descriptor_is_told_of_its_limit(tmp_path: Path) -> None:
+    code = LIMITED.replace("try:", "held = [open('/dev/null') for _ in range(64 - 3)]\ntry:")
+    make(tmp_path / "c", 1)
+    command = [sys.executable, "-c", code, str(tmp_path / "c"), "64", "64"]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert "this process may have 64 open files (ulimit -n)" in ran.stdout, ran.stdout + ran.stderr[-2000:]
+
+
+def test_a_file_is_closed_after_its_last_tensor_and_cannot_be_read_again(tmp_path: Path) -> None:
+    checkpoint = read_checkpoint(make(tmp_path / "c", 1), None)
+    with Reader(checkpoint) as reader:
+        tensors = [tensor for _, (_, tensor) in zip(range(3), reader.read(), strict=False)]
+        assert checkpoint.opened.files[SHARDS[1]].fd > 0
+        with pytest.raises(ValueError, match=f"{SHARDS[0]}: it is closed; a checkpoint is read once"):
+            tensors[0].load()
