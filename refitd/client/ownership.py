@@ -101,6 +101,9 @@ class Owner(Protocol):
     def owned(self) -> Owned | None:
         """Return its memory; None once it is registered no more."""
 
+    def claimed(self) -> Owned | None:
+        """Return its memory; None once it is registered no more and serves no version of it."""
+
     def forked(self) -> None:
         """Warn, in a forked child, if the parent's commits change weights there."""
 
@@ -134,7 +137,7 @@ def registering(mine: Owned) -> Iterator[None]:
             if other.pid == os.getpid():
                 _check(other, mine, f"{other.who}, which another thread is registering")
         for owner in list(_OWNERS):
-            if (owned := owner.owned()) is not None:
+            if (owned := owner.claimed()) is not None:
                 _check(owned, mine, owned.who)
         yield
     finally:

@@ -305,11 +305,19 @@ class Target:
 
     def owned(self) -> Owned | None:
         """Return the memory that its commits write and what it keeps; None if it is registered no more."""
+        return None if self._is_over() else self._owned()
+
+    def claimed(self) -> Owned | None:
+        """Return the same as `owned`, also while a registration that is lost still says which version it serves."""
+        return None if self._is_over() and self._state.serves() is None else self._owned()
+
+    def _is_over(self) -> bool:
         state = self._state
-        is_over = state.closed or state.failure is not None
-        if is_over or state.connection.is_foreign or (state.connection.is_lost and not state.connection.is_awaited):
-            return None
-        m = self._message
+        is_ended = state.closed or state.failure is not None
+        return is_ended or state.connection.is_foreign or (state.connection.is_lost and not state.connection.is_awaited)
+
+    def _owned(self) -> Owned:
+        state, m = self._state, self._message
         where = str(state.connection.directory)
         return Owned(state.pid, where, m.model, m.replica, m.rank, self._tensors, self._shared)
 

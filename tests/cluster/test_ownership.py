@@ -116,6 +116,24 @@ def test_the_same_rank_registers_its_tensors_again_after_each_end(start_daemon: 
         again.register_target("other", live, replica="b")
 
 
+def test_a_lost_target_owns_its_memory_as_long_as_it_says_that_it_serves(start_daemon: Callable[..., Daemon]) -> None:
+    daemon, live, given = start_daemon(), {"w": torch.zeros(4)}, {"w": torch.ones(4)}
+    lost = daemon.connect(reconnect=False)
+    source, target = lost.register_source("policy", given), lost.register_target("policy", live, replica="a")
+    source.publish(1)
+    with Engine(target):
+        lost.swap("policy", 1)
+    daemon.kill()
+    daemon.start()
+    with daemon.connect() as client:
+        assert target.version == 1  # until its permit ends
+        with pytest.raises(RefusedError, match="shares memory with w of policy/a:0"):
+            client.register_target("other", live, replica="a")
+        lost.close()
+        assert target.version is None
+        client.register_target("other", live, replica="a")
+
+
 def test_an_address_that_is_used_again_belongs_to_no_target_that_has_ended(shared_daemon: Daemon) -> None:
     with shared_daemon.connect() as client:
         freed = {"w": torch.zeros(1 << 16)}
