@@ -477,7 +477,11 @@ class Tracer(TorchDispatchMode):
     def _record_in(
         self, memory: TracedStorage, view: Walk, pieces: list[tuple[Walk, Origin]], fill: float | None
     ) -> None:
-        """As `_record`, for memory of the loader's own: only boxes are followed, each written once."""
+        """As `_record`, for memory of the loader's own: boxes are written once, or all of it over again."""
+        total = prod(memory.shape)
+        if view.count == total and (fill is not None or sum(walk.count for walk, _ in pieces) == total):
+            memory.boxes, memory.fill, memory.through = [], None, frozenset()
+            memory.is_tainted, memory.tainted = False, frozenset()
         if memory.is_tainted:
             memory.tainted |= {origin.name for _, origin in pieces}
             return

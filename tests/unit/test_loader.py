@@ -391,6 +391,24 @@ def test_tensors_without_dimensions_are_learned_and_checked() -> None:
     judge(params, load, {"a": (), "b": ()})
 
 
+def test_a_buffer_that_is_written_over_whole_holds_what_was_written_last() -> None:
+    def load(params: dict[str, torch.Tensor], weights: Weights) -> None:
+        buffer = torch.empty(2, 3)
+        for name, w in weights:
+            buffer.copy_(w)
+            params[name].copy_(buffer)
+            buffer.mul_(2)
+            params[f"half of {name}"].copy_(buffer[:1])
+            buffer.zero_()
+            buffer[:1].copy_(w[:1])
+            params[f"padded {name}"].copy_(buffer)
+
+    params = {name: torch.zeros(2, 3) for c in "ab" for name in (c, f"padded {c}")}
+    params |= {f"half of {c}": torch.zeros(1, 3) for c in "ab"}
+    trace = judge(params, load, dict.fromkeys("ab", (2, 3)))
+    assert {*trace.metadata} == {"a", "b", "padded a", "padded b"}
+
+
 EVEN = torch.arange(6) % 2 == 0
 
 
