@@ -22,7 +22,7 @@ from refitd.tracing.comparison import differing, tiles_of
 from refitd.tracing.isolation import Held, Isolation
 from refitd.tracing.memory import Origin, Written, bits_of
 from refitd.tracing.probes import Proof, prove
-from refitd.tracing.threads import Following, ThreadRaised, around
+from refitd.tracing.threads import TRACING, Following, ThreadRaised, around
 from refitd.tracing.tracer import Shape, Tracer
 from refitd.tracing.values import site_of
 
@@ -95,6 +95,16 @@ def trace_loader(
         RefusedError: the loader itself raises, as it does for a name that it does not know, or raises for all kinds of
             made-up values; or there is no room for a copy of the engine's tensors.
     """
+    with TRACING:  # before the engine is looked at: another trace may have its own values in it
+        return _traced(params, load_fn, shapes, owner_rank)
+
+
+def _traced(
+    params: Mapping[str, torch.Tensor],
+    load_fn: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
+    shapes: Mapping[str, tuple[Shape, torch.dtype]],
+    owner_rank: int | None,
+) -> LoaderTrace:
     tracer = Tracer(params, shapes)
     isolation = Isolation(params, load_fn)
     following = Following(tracer, isolation.others)

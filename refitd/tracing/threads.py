@@ -25,8 +25,9 @@ from refitd.tracing.operators import tensors_in, written_by
 # How long a trace waits for threads that still run when the loader has returned.
 DEADLINE_S = 10.0
 
-# One trace at a time: each replaces methods of `threading` and of pools, and puts them back.
-_TRACING = threading.RLock()
+# One trace at a time: each replaces methods of `threading` and of pools, and holds values of its own in an engine, and
+# puts both back.
+TRACING = threading.RLock()
 
 # Threads of a pool outlive a loader. Their tasks are followed, one by one.
 _WORKERS = (concurrent.futures.thread._worker, multiprocessing.pool.worker)  # type: ignore[attr-defined]
@@ -119,7 +120,7 @@ class Following:
                 error by which the tracer refused it.
             ThreadRaised: a thread or a task of a pool raised, and the loader has returned.
         """
-        with _TRACING, contextlib.ExitStack() as stack:
+        with TRACING, contextlib.ExitStack() as stack:
             main = _Work("main", 0)
             self._here.work = main
             stack.callback(self._leave)

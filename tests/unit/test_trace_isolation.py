@@ -420,6 +420,18 @@ def test_other_threads_of_the_process_are_left_alone() -> None:
     assert results == [[2.0, 2.0]] * 3
 
 
+def test_traces_of_one_engine_in_several_threads_wait_for_each_other() -> None:
+    engine, learned = Engine(), queue.Queue[set[str]]()
+    before = [*everything(engine)]
+    threads = [threading.Thread(target=lambda: learned.put({*trace(engine).metadata})) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [learned.get_nowait() for _ in threads] == [{*SHAPES}] * 4
+    assert [*everything(engine)] == before
+
+
 def test_a_thread_that_is_older_than_the_trace_is_refused_by_name() -> None:
     weight, tasks, answers = torch.zeros(3), queue.Queue[Any](), queue.Queue[Any]()
 
