@@ -134,7 +134,8 @@ class SchedulerRank:
         check_covered(trace, params, own)
         log.info("refitd: layout of %d tensors: %s", len(trace.metadata), trace.proof or "not proven")
         if settings.check and not self._own:  # later the engine holds other versions than its checkpoint's
-            refitd.check_layout(refitd.trace_loader(held, load, own), held, _tensors(settings.checkpoint))
+            checked = trace if own == offered else refitd.trace_loader(held, load, own)
+            refitd.check_layout(checked, held, _tensors(settings.checkpoint))
         self._own = own
         return client.register_target(
             settings.model,

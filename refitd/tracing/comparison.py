@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Protocol
 
 import torch
 
@@ -10,11 +12,30 @@ from refitd.describe.layout import row_major
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.tiles import Tile
 
+# Elements of a canonical tensor that are converted and compared in one step. On few cores they stay in a core's cache,
+# and torch does not share them between threads, which would wait for each other at each step.
+FEW_CORES, STEP, LONG_STEP = 4, 1 << 15, 1 << 22
+
+
+class Boxed(Protocol):
+    """A canonical tensor of which a box is made when it is needed.
+
+    Attributes:
+        shape: of the canonical tensor.
+    """
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Its shape."""
+
+    def box(self, offset: Sequence[int], size: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return a box that spans at most `step_on(device)` elements of the row-major tensor; it is only read."""
+
 
 def differing(
     metadata: Mapping[str, ParameterMetadata],
     params: Mapping[str, torch.Tensor],
-    weights: Iterable[tuple[str, torch.Tensor]],
+    weights: Iterable[tuple[str, torch.Tensor | Boxed]],
 ) -> tuple[dict[str, str], list[str]]:
     """Return the tensors that differ from the layout, each with the canonical tensor, and the canonical names lacking.
 
@@ -41,6 +62,11 @@ def differing(
     return found, [*wanted]
 
 
+def step_on(device: torch.device) -> int:
+    """Return the elements that are compared in one step."""
+    return STEP if device.type == "cpu" and torch.get_num_threads() <= FEW_CORES else LONG_STEP
+
+
 def tiles_of(meta: ParameterMetadata) -> tuple[Tile, ...]:
     """Return the tiles of a tensor; one, if it is a whole canonical tensor."""
     if meta.tiles is not None:
@@ -55,26 +81,50 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 
 
-def _words_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a tensor's elements as integers, which are compared several times as fast as bytes."""
-    size = tensor.element_size()
-    return bytes_of(tensor).view({2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size, torch.uint8))
+def are_equal(mine: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two runs of bytes are the same; long integers are compared several times as fast as bytes."""
+    for word in (torch.int64, torch.int32, torch.int16):
+        size = word.itemsize
+        if not (mine.numel() % size or mine.storage_offset() % size or other.storage_offset() % size):
+            return torch.equal(mine.view(word), other.view(word))
+    return torch.equal(mine, other)
 
 
-def _holds(tensor: torch.Tensor, tile: Tile, weight: torch.Tensor) -> bool:
+def _boxes(size: Sequence[int], shape: Sequence[int], step: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield (offset, size) of the parts of a box, each of which spans at most `step` elements of a canonical tensor."""
+    strides = row_major(tuple(shape))
+    if 1 + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True)) <= step:
+        yield (0,) * len(size), tuple(size)
+        return
+    dim = next(d for d, n in enumerate(size) if n > 1)
+    most = max(1, step // strides[dim])
+    for at in range(0, size[dim], most):
+        part = (*size[:dim], min(most, size[dim] - at), *size[dim + 1 :])
+        for offset, inside in _boxes(part, shape, step):
+            yield (*offset[:dim], offset[dim] + at, *offset[dim + 1 :]), inside
+
+
+def _holds(tensor: torch.Tensor, tile: Tile, weight: torch.Tensor | Boxed) -> bool:
     """Whether a tensor holds a tile of a canonical tensor, bit for bit after conversion to its dtype."""
+    if not prod(tile.size):
+        return True
     flat = tensor.detach().reshape(-1)
     r = tile.repeat
     for i in range(r.count if r else 1):
-        offset, local = list(tile.offset), tile.local_offset
+        offset, local = list(tile.offset), flat.storage_offset() + tile.local_offset
         if r:
             offset[r.dim] += i * r.step
             local += i * r.local_step
-        box = weight[tuple(slice(o, o + n) for o, n in zip(offset, tile.size, strict=True))]
-        mine = flat.as_strided(tile.size, tile.local_stride, flat.storage_offset() + local)
-        converted = box.to(mine.device).to(mine.dtype)
-        if not torch.equal(_words_of(mine), _words_of(converted)):
-            return False
+        for start, size in _boxes(tile.size, weight.shape, step_on(flat.device)):
+            at = tuple(o + a for o, a in zip(offset, start, strict=True))
+            if isinstance(weight, torch.Tensor):
+                box = weight[tuple(slice(o, o + n) for o, n in zip(at, size, strict=True))]
+            else:
+                box = weight.box(at, size, flat.device)
+            first = local + sum(a * stride for a, stride in zip(start, tile.local_stride, strict=True))
+            mine = flat.as_strided(size, tile.local_stride, first)
+            if not are_equal(bytes_of(mine), bytes_of(box.to(flat.device, flat.dtype, copy=True))):
+                return False
     return True
 
 

@@ -14,6 +14,7 @@ import xxhash
 
 from refitd.buffers.capacity import memory_limits
 from refitd.errors import ArenaError
+from refitd.tracing.comparison import are_equal
 
 # Bytes that are copied without a look at the memory that is left, and the share of it that copies may take.
 ALWAYS = 64 << 20
@@ -121,8 +122,16 @@ class HeldBytes:
                 one.digest = _digest(live)
                 self.digested += nbytes
 
-    def put_back(self, followed: Container[int] = ()) -> tuple[list[str], list[str], list[str]]:
+    def put_back(
+        self, followed: Container[int] = (), overwritten: Container[str] = (), *, is_last: bool = True
+    ) -> tuple[list[str], list[str], list[str]]:
         """Put back bytes that have changed; say so for all storages but `followed`.
+
+        Args:
+            followed: storages that are known to be written.
+            overwritten: tensors of them that were written whole: they are put back without a comparison.
+            is_last: if false, only storages of `followed` are put back, without the tensors of `overwritten`, which
+                are written whole again.
 
         Returns:
             The tensors whose memory was moved or resized, those whose bytes have changed, and those of them that could
@@ -132,9 +141,14 @@ class HeldBytes:
         for key, storage in self._storages.items():
             if storage.restore_size():
                 moved += [name for one in storage.ranges for _, _, name in one.names]
-            for one in storage.ranges:
+            for one in storage.ranges if is_last or key in followed else ():
                 live = storage.flat[one.start : one.end]
-                if one.copy is None:
+                if one.copy is not None and any(
+                    name in overwritten and (start, end) == (one.start, one.end) for start, end, name in one.names
+                ):
+                    if is_last:
+                        live.copy_(one.copy)
+                elif one.copy is None:
                     if _digest(live) != one.digest:
                         written += [name for _, _, name in one.names if key not in followed]
                         lost += [name for _, _, name in one.names]
@@ -189,4 +203,5 @@ def _digest(flat: torch.Tensor) -> bytes:
 
 
 def _equal(live: torch.Tensor, copy: torch.Tensor) -> bool:
-    return all(torch.equal(mine.cpu(), kept) for mine, kept in zip(_chunks(live), _chunks(copy), strict=True))
+    pairs = zip(_chunks(live), _chunks(copy), strict=True)
+    return all(are_equal(mine.cpu(), kept) for mine, kept in pairs)

@@ -76,9 +76,7 @@ class Changes:
         Raises:
             PlanError: names the tensors, and how they were changed.
         """
-        if self.replaced:
-            shown = ", ".join(self.replaced[:5])
-            raise PlanError(f"{shown}: the loader gives {len(self.replaced)} tensors other memory; put back")
+        self.check_memory()
         if self.written:
             lost = f"{len(self.lost)} could not be put back, as memory was short: load the checkpoint again"
             raise PlanError(
@@ -86,6 +84,16 @@ class Changes:
                 "through numpy or a pointer, with dispatch modes disabled, or in a thread older than the trace; "
                 + (lost if self.lost else "put back")
             )
+
+    def check_memory(self) -> None:
+        """Refuse a loader that gives tensors of the engine other memory.
+
+        Raises:
+            PlanError: names them.
+        """
+        if self.replaced:
+            shown = ", ".join(self.replaced[:5])
+            raise PlanError(f"{shown}: the loader gives {len(self.replaced)} tensors other memory; put back")
 
 
 @dataclass(slots=True)
@@ -166,11 +174,16 @@ class Isolation:
                 f"memory and {tempfile.gettempdir()} are short; make room, or set TMPDIR to a larger file system"
             )
 
-    def put_back(self, followed: Container[int] = ()) -> Changes:
+    def put_back(
+        self, followed: Container[int] = (), overwritten: Container[str] = (), *, is_last: bool = True
+    ) -> Changes:
         """Put the engine back as it was; return what was changed around the trace.
 
         Args:
             followed: storages that operators have written, which is no change around the trace.
+            overwritten: tensors of them that were written whole, by name.
+            is_last: if false, the loader runs again: the bytes of `overwritten`, and of what is not `followed`, are put
+                back and compared by a later call.
         """
         began = time.perf_counter()
         memory = {storage_key(one.alias) for one in self._tensors.values()}
@@ -192,7 +205,7 @@ class Isolation:
         for one in self._tensors.values():
             if _put_back_tensor(one):
                 replaced[one.name] = None
-        moved, written, lost = self._bytes.put_back(followed)
+        moved, written, lost = self._bytes.put_back(followed, overwritten, is_last=is_last)
         replaced.update(dict.fromkeys(moved))
         self._seconds += time.perf_counter() - began
         return Changes(tuple(replaced), tuple(written), tuple(lost), tuple(added))

@@ -9,6 +9,10 @@ from math import prod
 
 import torch
 
+from refitd.describe.layout import row_major
+from refitd.tracing.comparison import STEP
+from refitd.tracing.reused import LARGE, Reused
+
 Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
 # Random elements of each dtype that large tensors repeat. Both numbers are prime, so that the rows of a tensor differ;
@@ -17,6 +21,9 @@ PERIOD, SHORT_PERIOD, SMALL = 1_000_003, 8_191, 2_000
 
 # Index tensors of at most this many elements are permutations; longer ones are random and below it.
 MAX_PERMUTED = 1 << 20
+
+CPU = torch.device("cpu")
+EMPTY = torch.empty(0)
 
 # dtype -> bits of its exponent, bits of its mantissa
 FLOATS = {torch.float64: (11, 52), torch.float32: (8, 23), torch.bfloat16: (8, 7), torch.float16: (5, 10)}
@@ -42,12 +49,14 @@ class Probe:
         shapes: shape and dtype of every canonical tensor.
         mildness: for loaders that raise on these. From 1 on, integers are permutations of 0 to their count, which are
             valid indices; with 2 all floats are in [0.5, 2).
+        reused: memory for the large tensors.
     """
 
     number: int
     shapes: Shapes
     mildness: int = 0
-    _pieces: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, init=False)
+    reused: Reused = field(default_factory=Reused)
+    _pieces: dict[tuple[torch.dtype, torch.device], tuple[int, torch.Tensor]] = field(default_factory=dict, init=False)
 
     @property
     def _is_wide(self) -> bool:
@@ -61,21 +70,21 @@ class Probe:
     def tensor(self, name: str) -> torch.Tensor:
         """Return a new tensor with the values of a canonical one, on the CPU."""
         shape, dtype = self.shapes[name]
-        count, seed = prod(shape), zlib.crc32(f"{self.number} {name}".encode())
+        count = prod(shape)
         if dtype in INTEGERS and self.mildness:
             flat = self._permuted(count, dtype, zlib.crc32(name.encode()))
         else:
-            piece = self._piece(dtype)
-            start = seed % len(piece)
-            parts = [piece[start : start + count]]
-            parts += [piece] * ((count - len(parts[0])) // len(piece))
-            parts.append(piece[: count - sum(map(len, parts))])
-            flat = _bits(torch.empty(count, dtype=dtype))
-            torch.cat([_bits(part) for part in parts], out=flat)
-            flat = flat.view(dtype)
+            flat = self._repeated(name, count, dtype)
         if count == 1:
-            self._single(flat, seed)
+            self._single(flat, self._seed(name))
         return flat.reshape(tuple(shape))
+
+    def expected(self, name: str) -> torch.Tensor | Repeated:
+        """Return the values of a canonical tensor to compare with; large ones are not made."""
+        shape, dtype = self.shapes[name]
+        if prod(shape) == 1 or (dtype in INTEGERS and self.mildness):
+            return self.tensor(name)
+        return Repeated(self, name, tuple(shape))
 
     def content(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the value that fills the engine's tensors before its loader runs on this probe."""
@@ -85,8 +94,34 @@ class Probe:
         return torch.full((dtype.itemsize,), pattern, dtype=torch.uint8).view(dtype)[0]
 
     def nbytes(self) -> int:
-        """Return the bytes of the random elements that have been made."""
-        return sum(piece.nbytes for piece in self._pieces.values())
+        """Return the bytes of the random elements that have been made, and of the memory for tensors."""
+        return sum(piece.nbytes for _, piece in self._pieces.values()) + self.reused.nbytes()
+
+    def repeated(self, name: str, at: int, count: int, device: torch.device) -> torch.Tensor:
+        """Return `count` adjacent elements of a canonical tensor; they are only read."""
+        dtype = self.shapes[name][1]
+        period, piece = self._piece(dtype, device, count)
+        start = (self._seed(name) + at) % period
+        return piece[start : start + count]
+
+    def _seed(self, name: str) -> int:
+        return zlib.crc32(f"{self.number} {name}".encode())
+
+    def _repeated(self, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return new elements: the random ones, from one that depends on the name, again and again."""
+        if count <= STEP and count * dtype.itemsize < LARGE:
+            return self.repeated(name, 0, count, CPU).clone()
+        period, piece = self._piece(dtype, CPU, 0)
+        source, start = _bits(piece), self._seed(name) % period
+        flat = self.reused.empty(count * dtype.itemsize).view(source.dtype)
+        period, start = period * _width(dtype), start * _width(dtype)
+        head = min(len(flat), period - start)
+        whole = (len(flat) - head) // period
+        flat[:head].copy_(source[start : start + head])
+        flat[head : head + whole * period].view(whole, period).copy_(source[:period].expand(whole, period))
+        tail = flat[head + whole * period :]
+        tail.copy_(source[: len(tail)])
+        return flat.view(dtype)
 
     def _permuted(self, count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -109,12 +144,38 @@ class Probe:
             large = seed % 4 if self.mildness else 5 + seed % (100 if flat.dtype.itemsize == 1 else 30_000)
             flat.copy_(torch.tensor((large, seed >> 8 & 3, low)[kind]))
 
-    def _piece(self, dtype: torch.dtype) -> torch.Tensor:
-        if dtype not in self._pieces:
+    def _piece(self, dtype: torch.dtype, device: torch.device, run: int) -> tuple[int, torch.Tensor]:
+        """Return the period, and the random elements; the first ones follow again, so that each run is a view."""
+        period, piece = self._pieces.get((dtype, device), (0, EMPTY))
+        if not period or len(piece) - period < run:
             most = max(prod(shape) for shape, held in self.shapes.values() if held == dtype)
-            count = PERIOD if most > SMALL else SHORT_PERIOD
-            self._pieces[dtype] = _random(count, dtype, self.number, wide=self._is_wide)
-        return self._pieces[dtype]
+            period = PERIOD if most > SMALL else SHORT_PERIOD
+            if device == CPU and not len(piece):
+                made = _random(period, dtype, self.number, wide=self._is_wide)
+            else:
+                made = self._piece(dtype, CPU, 0)[1][:period].to(device)
+            longest = max(run, min(most, STEP))
+            again = _bits(made).repeat(1 + -(-longest // period))[: (period + longest) * _width(dtype)]
+            piece = again.view(dtype)
+            self._pieces[dtype, device] = period, piece
+        return period, piece
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A canonical tensor of a probe, whose boxes are views of the random elements."""
+
+    probe: Probe
+    name: str
+    shape: tuple[int, ...]
+
+    def box(self, offset: Sequence[int], size: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return a box that spans few elements; it is only read."""
+        strides = row_major(self.shape)
+        first = sum(o * step for o, step in zip(offset, strides, strict=True))
+        span = 1 + sum((n - 1) * step for n, step in zip(size, strides, strict=True))
+        run = self.probe.repeated(self.name, first, span, device)
+        return run.as_strided(tuple(size), strides, run.storage_offset())
 
 
 def _random(count: int, dtype: torch.dtype, seed: int, *, wide: bool) -> torch.Tensor:
@@ -156,3 +217,8 @@ def is_packed(dtype: torch.dtype) -> bool:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a dense tensor's elements as integers, which all dtypes of this size can be copied as."""
     return tensor.view(SIGNED.get(tensor.element_size(), torch.uint8))
+
+
+def _width(dtype: torch.dtype) -> int:
+    """Return the integers of `_bits` that one element is."""
+    return 1 if dtype.itemsize in SIGNED else dtype.itemsize

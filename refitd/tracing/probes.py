@@ -17,6 +17,7 @@ from refitd.tracing.held_bytes import storage_key
 from refitd.tracing.isolation import Isolation
 from refitd.tracing.memory import Written
 from refitd.tracing.probe_values import Probe, Shapes
+from refitd.tracing.reused import Reused
 from refitd.tracing.threads import Following
 from refitd.tracing.values import site_of
 
@@ -32,8 +33,8 @@ class Proof:
     Attributes:
         probes: checkpoints of made-up values that the real loader was run on.
         seconds: the time that this took, with the copies of the engine's tensors.
-        memory_bytes: main memory for the probes' values, beside one canonical tensor at a time. The copies of
-            the engine's tensors are counted in `LoaderTrace.held`.
+        memory_bytes: main memory for the probes' values: random elements, and the two largest canonical tensors. The
+            copies of the engine's tensors are counted in `LoaderTrace.held`.
         without_values: the engine's tensors on the meta device, which prove nothing.
     """
 
@@ -101,12 +102,13 @@ def prove(
     isolation.check_room()
     before = {one.name: bytes_of(one.tensor).clone() for one in left}
     first: dict[str, torch.Tensor] = {}
-    most = 0
-    for number in range(PROBES):
-        try:
-            probe = _run(isolation, mine, held, load_fn, Probe(number, shapes), seen)
-            changed = [name for name, content in before.items() if not torch.equal(bytes_of(held[name]), content)]
-            wanted = ((name, probe.tensor(name)) for name in shapes)
+    most, reused = 0, Reused()
+    changed: list[str] = []
+    try:
+        for number in range(PROBES):
+            probe = _run(isolation, mine, held, load_fn, Probe(number, shapes, reused=reused), seen)
+            changed += [name for name, content in before.items() if not torch.equal(bytes_of(held[name]), content)]
+            wanted = ((name, probe.expected(name)) for name in shapes)
             found, _ = differing({n: m for n, m in mine.items() if n not in refuted}, held, wanted)
             refuted |= {name: Refuted(source, number + 1) for name, source in found.items()}
             for name in constant:
@@ -114,16 +116,16 @@ def prove(
                 if not torch.equal(first.setdefault(name, content), content):
                     refuted.setdefault(name, Refuted("", number + 1))
             most = max(most, probe.nbytes())
-        finally:
-            changes = isolation.put_back(seen)
-        if changes.replaced:
-            shown = ", ".join(changes.replaced[:5])
-            raise PlanError(f"{shown}: the loader gives {len(changes.replaced)} tensors other memory; put back")
-        if changed := [*changed, *changes.written]:
-            raise PlanError(
-                f"{', '.join(changed[:5])}: the loader writes {len(changed)} tensors that it did not write when its "
-                "layout was learned: it decides by values, or by what it has loaded before; put back"
-            )
+            if number + 1 < PROBES:
+                isolation.put_back(seen, mine, is_last=False).check_memory()
+    finally:
+        changes = isolation.put_back(seen, mine)
+    changes.check_memory()
+    if changed := list(dict.fromkeys((*changed, *changes.written))):
+        raise PlanError(
+            f"{', '.join(changed[:5])}: the loader writes {len(changed)} tensors that it did not write when its layout "
+            "was learned: it decides by values, or by what it has loaded before; put back"
+        )
     return Proof(PROBES, time.perf_counter() - began, most, without), refuted
 
 
@@ -150,7 +152,7 @@ def _run(
                 raise
             except Exception as exc:
                 error = exc
-        isolation.put_back()
+        isolation.put_back(seen, metadata, is_last=False)
     assert error is not None
     raise RefusedError(
         f"the loader raises on probe {probe.number + 1} of {PROBES}, whose values are made up, and did not when its "
@@ -171,6 +173,7 @@ class _Unfollowed:
     """Runs operators without a tracer; `Following` waits for the threads."""
 
     functions: TorchFunctionMode | None = None
+    is_for_threads = True
 
     def __init__(self, written: Container[int]) -> None:
         self._written = written

@@ -54,9 +54,11 @@ class Operators(Protocol):
 
     Attributes:
         functions: follows the loader's calls of torch's Python functions; None if nothing has to.
+        is_for_threads: it needs no operators of the thread that calls the loader.
     """
 
     functions: TorchFunctionMode | None
+    is_for_threads: bool
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Perform one operator."""
@@ -125,7 +127,7 @@ class Following:
             self._here.work = main
             stack.callback(self._leave)
             self._replace_methods(stack)
-            with self._functions(), _Mode(self, main):
+            with self._functions(), contextlib.nullcontext() if self._tracer.is_for_threads else _Mode(self, main):
                 try:
                     yield
                 finally:

@@ -62,6 +62,7 @@ class Tracer(TorchDispatchMode):
         self.reader = Reader(self._memories, self.written, self._names)
         self._scalars = self.reader.scalars
         self.functions: TorchFunctionMode | None = Reads(self.reader)
+        self.is_for_threads = False
         self.used: set[str] = set()
         self.given: list[str] = []
         self.last = ""

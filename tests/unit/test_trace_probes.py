@@ -13,8 +13,8 @@ import torch
 
 import refitd
 from refitd.tracing import held_bytes
-from refitd.tracing.comparison import differing
-from refitd.tracing.probe_values import FLOATS, INTEGERS, Probe
+from refitd.tracing.comparison import bytes_of, differing
+from refitd.tracing.probe_values import FLOATS, INTEGERS, Probe, Repeated
 
 HALF, NARROW, BYTE = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -449,3 +449,43 @@ def test_a_single_number_has_another_sign_in_each_probe() -> None:
     for name in shapes:
         assert one[name] > 0 and (three[name] == 0 or (name[0] == "n" and three[name] == -1))
         assert two[name] < 0 or (name[0] == "n" and 0 <= two[name] < 4 < one[name])
+
+
+def test_large_tensors_of_a_probe_use_memory_again_that_the_loader_has_let_go() -> None:
+    shapes = {f"w{i}": ((1000, 700), torch.float32) for i in range(6)}
+    places = {weight.data_ptr() for _, weight in Probe(0, shapes)}
+    assert len(places) == 2
+    kept = dict(Probe(0, shapes))
+    parts = {name: weight[1:3].t() for name, weight in Probe(0, shapes)}
+    for name, weight in Probe(0, shapes):
+        assert torch.equal(kept[name].view(torch.int32), weight.view(torch.int32))
+        assert torch.equal(parts[name].view(torch.int32), weight[1:3].t().view(torch.int32))
+        weight.zero_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW, torch.uint8, torch.bool, torch.complex128])
+def test_what_a_layout_is_compared_with_is_what_the_loader_was_given(dtype: torch.dtype) -> None:
+    """The elements are compared in boxes that are never a whole tensor, and the random ones repeat in it."""
+    shape = (23, 101, 1009)  # 2.3 million elements, of a period of 1 million
+    shapes = {"w": (shape, dtype)}
+    for number in range(2):
+        probe = Probe(number, shapes)
+        given, expected = probe.tensor("w"), probe.expected("w")
+        assert isinstance(expected, Repeated)
+        for offset, size in [((0, 0, 0), (1, 30, 1009)), ((22, 90, 5), (1, 11, 1004)), ((9, 82, 1), (1, 19, 3))]:
+            part = given[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+            assert torch.equal(bytes_of(expected.box(offset, size, part.device)), bytes_of(part))
+
+
+@pytest.mark.parametrize("column", [0, 1, 699])
+def test_one_wrong_element_of_a_large_tensor_is_found(column: int) -> None:
+    params = {"p": torch.zeros(700, 1000, dtype=NARROW).t()}
+
+    def load(weights: Weights) -> None:
+        for _, weight in weights:
+            params["p"].copy_(weight)
+            if weight.device.type != "meta":
+                params["p"].view(torch.int16)[999, column] ^= 1
+
+    trace = refitd.trace_loader(params, load, {"w": ((1000, 700), torch.float32)})
+    assert trace.computed.keys() == {"p"} and not params["p"].any()

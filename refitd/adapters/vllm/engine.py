@@ -344,7 +344,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         log.info("refitd: layout of %d tensors: %s", len(trace.metadata), trace.proof or "not proven")
         self._check(trace, params)
         if has_checkpoint and not self._is_checked:
-            self._check_held(held)
+            self._check_held(held, trace if self._own == offered else None)
             self._is_checked = True  # later the engine holds other versions than its checkpoint's
         if info.adopt and (why := adopt(client, {n: held[n] for n in trace.metadata}, info.timeout_s)):
             log.warning("refitd: versions are copied into this engine's weights, and do not flip: %s", why)
@@ -382,9 +382,9 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
                 ", ".join(trace.unused[:5]),
             )
 
-    def _check_held(self, held: dict[str, torch.Tensor]) -> None:
+    def _check_held(self, held: dict[str, torch.Tensor], trace: refitd.LoaderTrace | None) -> None:
         """Check that the engine computes with what its loader copies: vLLM repacks some weights after loading."""
-        trace = refitd.trace_loader(held, self._load, self._own)
+        trace = trace or refitd.trace_loader(held, self._load, self._own)
         refitd.check_layout(trace, held, self._checkpoint())
 
     def _checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
