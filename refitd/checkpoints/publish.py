@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from refitd.checkpoints.dcp import is_dcp, read_dcp
 from refitd.checkpoints.folder import METADATA, Checkpoint, is_safetensors, open_folder, part_of, read_folder, under
@@ -17,6 +18,9 @@ from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.tiles import Tile
 from refitd.dtypes import element_size
 from refitd.errors import CheckpointError, DeadlineExceeded, RefusedError
+
+if TYPE_CHECKING:
+    from refitd.checkpoints.reading import FileTensor, Reader
 
 WAIT_S = 60.0
 POLL_S = 0.1  # interval between looks at whether others have published
@@ -114,10 +118,10 @@ def publish_checkpoint(
         )
         number = source.next_version if version is None else version
         try:
-            source.publish_from(number, reader.read(progress), timeout=timeout)
-            if world_size > 1:
-                _wait_for_others(client, model, number, world_size, timeout)
-                checkpoint.opened.check()  # the other nodes have opened theirs by now
+            others = _Others(client, model, number, world_size, timeout) if world_size > 1 else None
+            source.publish_from(number, _read(reader, progress, others), timeout=timeout)
+            if others is not None:
+                others.wait_until_published()
         except BaseException:
             source.close()
             raise
@@ -135,7 +139,7 @@ def read_checkpoint(path: Path, prefix: str | None) -> Checkpoint:
     """
     opened = open_folder(path)
     try:
-        found = _read(opened, prefix)
+        found = _checked(opened, prefix)
         opened.check()  # before anything is registered: writers often write the headers of all files first
     except BaseException:
         opened.close()
@@ -143,7 +147,7 @@ def read_checkpoint(path: Path, prefix: str | None) -> Checkpoint:
     return found
 
 
-def _read(opened: OpenedFolder, prefix: str | None) -> Checkpoint:
+def _checked(opened: OpenedFolder, prefix: str | None) -> Checkpoint:
     if not is_dcp(opened):
         found = read_folder(opened)
         return under(found, prefix) if prefix else found
@@ -176,19 +180,47 @@ def described(checkpoint: Checkpoint, rank: int) -> list[ParameterMetadata]:
     return found
 
 
-def _wait_for_others(client: Client, model: str, version: int, world_size: int, timeout: float) -> None:
-    """Return once every part is published: the part of a source that leaves earlier would be lost."""
-    deadline = time.monotonic() + timeout
-    while True:
-        # a coordinator that has just started may not know the model yet
-        found = next((m for m in client.status().models if m.model == model), None)
-        if found is not None and version in found.complete_versions:
-            return
-        if time.monotonic() >= deadline:
-            there = {source.rank for source in found.sources if version in source.versions} if found else set()
-            missing = sorted(set(range(world_size)) - there)
-            raise DeadlineExceeded(
-                f"model {model!r}: parts {[rank + 1 for rank in missing]} of {world_size} were not "
-                f"published within {timeout:.0f} s; publish on all nodes at the same time, with one version"
-            )
-        time.sleep(POLL_S)
+def _read(
+    reader: Reader, progress: Callable[[int], object], others: _Others | None
+) -> Iterator[tuple[str, FileTensor]]:
+    """Yield a part's tensors. Its end comes, and the part is published, only once all parts are of one folder.
+
+    All nodes have opened the folder when the last one has registered. If the path then leads to what this node has
+    read, on every node, all have read the same, also where two folders have equal names, sizes and times.
+    """
+    yield from reader.read(progress)
+    if others is not None:
+        others.wait_until_opened()
+        reader.check()
+
+
+class _Others:
+    """The other nodes that publish parts of a folder."""
+
+    def __init__(self, client: Client, model: str, version: int, world_size: int, timeout: float) -> None:
+        self._client, self._model, self._version = client, model, version
+        self._world_size, self._timeout = world_size, timeout
+
+    def wait_until_opened(self) -> None:
+        """Return once every node has registered its part, which it does after it has opened the folder."""
+        self._wait(lambda source: source.attached, lambda found: False)
+
+    def wait_until_published(self) -> None:
+        """Return once every part is published: the part of a source that leaves earlier would be lost."""
+        self._wait(lambda source: self._version in source.versions, lambda found: self._version in found)
+
+    def _wait(self, is_there: Callable[[Any], bool], is_done: Callable[[tuple[int, ...]], bool]) -> None:
+        deadline = time.monotonic() + self._timeout
+        while True:
+            # a coordinator that has just started may not know the model yet
+            found = next((m for m in self._client.status().models if m.model == self._model), None)
+            there = {source.rank for source in found.sources if is_there(source)} if found is not None else set()
+            missing = sorted(set(range(self._world_size)) - there)
+            if not missing or (found is not None and is_done(found.complete_versions)):
+                return
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(
+                    f"model {self._model!r}: parts {[rank + 1 for rank in missing]} of {self._world_size} were not "
+                    f"published within {self._timeout:.0f} s; publish on all nodes at the same time, with one version"
+                )
+            time.sleep(POLL_S)

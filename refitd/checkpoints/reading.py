@@ -84,6 +84,10 @@ class Reader:
             for name in held:
                 yield name, self.tensors[name]
             self._opened.files[file].close()
+        self.check()
+
+    def check(self) -> None:
+        """Raise CheckpointError if the folder or a file was replaced or changed."""
         self._opened.check()
 
     def _tensor(self, file: str, stored: Stored) -> FileTensor:

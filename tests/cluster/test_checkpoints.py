@@ -8,7 +8,7 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -208,6 +208,36 @@ def test_a_checkpoint_is_refused_by_name_before_anything_is_registered(daemon: D
         client.register_source("policy", shards.whole(2))
         with pytest.raises(refitd.RefusedError, match=f"already registered by pid {os.getpid()}"):
             publish(daemon, folder_of(tmp_path / "good", shards.whole(1)))
+
+
+def test_no_version_has_parts_of_two_folders_that_look_alike(
+    start_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    """Names, sizes and times of both are equal, and an automatic swap begins as soon as all parts are published."""
+    daemon = start_daemon("[models.policy]\nauto_swap = true\n")
+    path = folder_of(tmp_path / "given", shards.whole(1))
+    other = folder_of(tmp_path / "other", shards.whole(2))
+    for folder in (path, other):
+        for file in folder.iterdir():
+            os.utime(file, (1e9, 1e9))
+
+    def part(rank: int) -> refitd.checkpoints.publish.Published:
+        with daemon.connect() as client:
+            return refitd.publish_checkpoint(client, "policy", path, rank=rank, world_size=2, timeout=5.0)
+
+    with daemon.connect() as client, ThreadPoolExecutor() as pool:
+        target = client.register_target("policy", shards.whole(0), replica="a")
+        with Engine(target):
+            first = pool.submit(part, 0)
+            eventually(lambda: any(m.sources for m in client.status().models), "part 1 is there")
+            path.rename(tmp_path / "older")
+            other.rename(path)
+            second = pool.submit(part, 1)
+            with pytest.raises(refitd.CheckpointError, match="the folder was replaced while it was read"):
+                first.result()
+            with pytest.raises(refitd.RefitdError):
+                second.result()
+        assert target.version is None and client.history("policy").swaps == ()
 
 
 def test_several_nodes_publish_a_part_each_and_none_leaves_before_all_have(daemon: Daemon, tmp_path: Path) -> None:
