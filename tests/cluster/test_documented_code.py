@@ -26,6 +26,7 @@ ELSEWHERE = {
     ("docs/fsdp.md", "fully_shard"): "examples/fsdp2_trainer.py",
     ("docs/flat.md", "fsdp1_tensors"): "examples/fsdp1_trainer.py",
     ("docs/megatron.md", "model_chunks"): "examples/megatron_trainer.py",
+    ("docs/megatron.md", "Padded(words, rows=tokenizer_size)"): "tests/unit/test_mismatches.py",
     ("docs/peft.md", "adapter_tensors(model)"): "examples/lora_trainer.py",
     ("docs/peft.md", "merged(model)"): "tests/cluster/test_peft.py",
     ("docs/peft.md", "iter(weights)"): "tests/cluster/test_peft.py",
