@@ -115,7 +115,7 @@ def test_an_orphan_does_not_take_its_name_again_from_the_next_daemon(
     daemon.start()
     trainer = Trainer(daemon)
     successor_serves(daemon, trainer)
-    assert trainer.targets() == []
+    eventually(lambda: trainer.targets() == [], "the successor has left, and the orphan has not come back")
     trainer.client.close()
 
 
