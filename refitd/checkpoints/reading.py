@@ -60,7 +60,7 @@ class Reader:
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        """Close the files of which nothing is read."""
+        """Close unused files."""
         self._checkpoint = checkpoint
         self._opened = checkpoint.opened
         self._opened.keep(checkpoint.files)

@@ -23,10 +23,10 @@ class Owned:
     """The memory of one target.
 
     Attributes:
-        pid: the process that registers it. A fork copies this module's lists, and owns nothing of its parent.
+        pid: the process that registers it. A fork copies this module's lists and owns no memory of its parent.
         directory: of the daemon.
         model, replica, rank: the registration.
-        tensors: what it writes and keeps.
+        tensors: those it writes and keeps.
         shared: the registrations that write tensors which this one names as shared, by name.
     """
 
@@ -53,7 +53,7 @@ def sharing(model: str, shared: Mapping[str, Any] | None) -> dict[str, Owned]:
     """Return the registrations that the argument `shared` of a target of `model` names.
 
     Raises:
-        RefusedError: it is no {name: Target}, or one is registered no more, or is of this model or another process.
+        RefusedError: it is no {name: Target}, or one has ended, or is of this model or another process.
     """
     if shared is None:
         return {}
@@ -79,7 +79,7 @@ def sharing(model: str, shared: Mapping[str, Any] | None) -> dict[str, Owned]:
 
 
 def check_shared(tensors: TargetTensors, shared: Mapping[str, Owned]) -> tuple[SharedTensor, ...]:
-    """Return the shared tensors as the coordinator is told of them.
+    """Return the shared tensors in the form of the message to the coordinator.
 
     Raises:
         RefusedError: a tensor is not in the memory of a tensor that the other target's versions write.
@@ -99,21 +99,21 @@ class Owner(Protocol):
     """A registration that owns memory."""
 
     def owned(self) -> Owned | None:
-        """Return its memory; None once it is registered no more."""
+        """Return its memory; None once its registration has ended."""
 
     def claimed(self) -> Owned | None:
-        """Return its memory; None once it is registered no more and serves no version of it."""
+        """Return its memory; None once its registration has ended and it serves no version."""
 
     def forked(self) -> None:
         """Warn, in a forked child, if the parent's commits change weights there."""
 
 
-# Process-wide, because memory belongs to the process: two clients know nothing of each other. A target is forgotten
-# with its last reference, and one that has ended owns nothing, so that no address outlives its tensor.
+# Process-wide, because memory belongs to the process: two clients do not know each other. A target is forgotten
+# with its last reference, and an ended one owns no memory: no address outlives its tensor.
 _OWNERS: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 # Registrations in progress, in the order of their start; the later of two conflicting ones is refused.
-# It is only appended to and removed from, so that no lock is needed, which a signal handler could not wait for.
+# Entries are only appended and removed, which needs no lock; a signal handler could not wait for a lock.
 _REGISTERING: list[Owned] = []
 
 

@@ -50,7 +50,7 @@ def offer_unrounded(
     """Have a source offer unrounded what some target needs so; call it before each publication.
 
     Args:
-        source: the source, whose slots change.
+        source: its slots change.
         connection: over which it is registered.
         wire: the present descriptions of its tensors.
         widen: called with canonical names; offers them unrounded from then on, and returns the new descriptions.

@@ -18,7 +18,7 @@ FEW_CORES, STEP, LONG_STEP = 4, 1 << 15, 1 << 22
 
 
 class Boxed(Protocol):
-    """A canonical tensor of which a box is made when it is needed.
+    """A canonical tensor that makes each box on demand.
 
     Attributes:
         shape: of the canonical tensor.
@@ -42,7 +42,7 @@ def differing(
     Args:
         metadata: the layout, by the engine's names.
         params: the engine's tensors, with values, on any device.
-        weights: canonical tensors, one after the other; those that no tensor is made of are passed over.
+        weights: canonical tensors, one after the other; unused ones are skipped.
 
     Returns:
         ({the engine's name: the canonical name; "" for the constant}, canonical names that `weights` did not yield).
@@ -82,7 +82,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def are_equal(mine: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two runs of bytes are the same; long integers are compared several times as fast as bytes."""
+    """Whether two runs of bytes are equal; long integers are compared several times as fast as bytes."""
     for word in (torch.int64, torch.int32, torch.int16):
         size = word.itemsize
         if not (mine.numel() % size or mine.storage_offset() % size or other.storage_offset() % size):
@@ -129,7 +129,7 @@ def _holds(tensor: torch.Tensor, tile: Tile, weight: torch.Tensor | Boxed) -> bo
 
 
 def _is_filled(tensor: torch.Tensor, meta: ParameterMetadata, fill: float) -> bool:
-    """Whether a tensor holds its fill wherever no tile lies."""
+    """Whether a tensor holds its fill outside all tiles."""
     rest = torch.ones(tensor.numel(), dtype=torch.bool)
     for tile in meta.tiles or ():
         r = tile.repeat

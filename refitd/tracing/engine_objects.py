@@ -69,7 +69,7 @@ def attributes(value: object) -> dict[str, Any] | None:
 
 
 def items(value: Any) -> list[tuple[Any, Any]]:
-    """Return the places of a container, or a closure's variable, and what they hold."""
+    """Return the places of a container, or of a closure's variable, and their values."""
     if isinstance(value, dict):
         return list(value.items())
     if isinstance(value, types.CellType):
@@ -129,7 +129,7 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield a module's own parameters, buffers and tensors, without those of modules inside."""
+    """Yield the parameters, buffers and tensors of a module, not of its submodules."""
     attributes = vars(module)
     for held in (attributes, attributes.get("_parameters") or {}, attributes.get("_buffers") or {}):
         for item in held.values():
@@ -143,7 +143,7 @@ def engine_modules(
     """Return the modules that hold one of the given tensors, or its memory, and the modules around them.
 
     A loader changes what it reaches. If it reaches no module with some of the tensors, all modules that the garbage
-    collector knows are looked at, too (all but those of before `gc.freeze`).
+    collector knows are looked at, too (except those before `gc.freeze`).
     """
     own = getattr(load_fn, "__self__", None)
     keys = {key for tensor in params.values() if (key := storage_key(tensor))}

@@ -134,8 +134,8 @@ class HeldBytes:
                 are written whole again.
 
         Returns:
-            The tensors whose memory was moved or resized, those whose bytes have changed, and those of them that could
-            not be put back.
+            The tensors whose memory was moved or resized, those whose bytes have changed, and, of these, the tensors
+            that could not be put back.
         """
         moved, written, lost = [], [], []
         for key, storage in self._storages.items():
@@ -173,7 +173,7 @@ def _joined(ranges: list[_Range]) -> Iterator[_Range]:
 
 
 def _temporary(size: int) -> torch.Tensor | None:
-    """Return bytes of a file that has no name any more; None without room for it."""
+    """Return the bytes of an unlinked file; None if there is no room for it."""
     folder = tempfile.gettempdir()
     free = os.statvfs(folder)
     if not 0 < size < SHARE * free.f_bavail * free.f_frsize:

@@ -36,12 +36,12 @@ MAX_ATTRIBUTE = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a trace has kept of the engine to put it back.
+    """The state of an engine before a trace, kept to put it back.
 
     Attributes:
         tensors: the number of its tensors.
         copied_bytes: bytes that were copied.
-        file_bytes: those of them in a temporary file, because main memory was short.
+        file_bytes: the part in a temporary file, because main memory was short.
         digested_bytes: bytes that only a digest is kept of, because both were short: a change is noticed, and cannot be
             put back. Such an engine's layout cannot be proven.
         seconds: the time for both, and for the comparisons afterwards.
@@ -56,7 +56,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What a loader has changed in the engine around the trace; all of it has been put back but `lost`.
+    """Changes that a loader has made in the engine around the trace; all of it has been put back but `lost`.
 
     Attributes:
         replaced: tensors that were given other memory, or whose place in a module holds another tensor.
@@ -152,7 +152,7 @@ class Isolation:
 
     @property
     def held(self) -> Held:
-        """What is kept, and the time it took so far."""
+        """The kept bytes, and the time that this took so far."""
         return Held(len(self._tensors), self._bytes.copied, self._bytes.filed, self._bytes.digested, self._seconds)
 
     @property
@@ -257,7 +257,7 @@ class Isolation:
 
 
 def _differences(slots: _Slots) -> list[tuple[str, Any, Any]]:
-    """Return what was in each place of a container and what is there now, where they differ."""
+    """Return the old and the new value of each place of a container, where they differ."""
     was, now = dict(items(slots.saved)), dict(items(slots.target))
     if isinstance(slots.target, (set, collections.deque, list)):
         was, now = {id(v): v for v in was.values()}, {id(v): v for v in now.values()}

@@ -32,7 +32,7 @@ MAX_PAINTED = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class LoaderTrace:
-    """What a loader does with each canonical tensor.
+    """The moves that a loader makes with each canonical tensor.
 
     Attributes:
         metadata: by the engine's name, what each tensor is made of; for `register_target(metadata=)`.
@@ -40,7 +40,7 @@ class LoaderTrace:
             tensors that they are made of; also attributes to which the loader binds tensors that it makes. They cannot
             be refitted; declare them as `Derived`.
         untouched: the engine's tensors that the loader does not write.
-        unused: canonical tensors that nothing is taken of.
+        unused: canonical tensors that the loader does not use.
         held: what was kept to put the engine back as it was: bytes and time.
         proof: how the layout was proven on values that the loader has not seen; None if the engine's tensors have no
             values (the meta device).
@@ -80,7 +80,7 @@ def trace_loader(
     Afterwards the loader runs on checkpoints of made-up values, in the engine's tensors, and must give them what the
     layout says, bit for bit; a tensor that differs is `computed`. The engine must not serve before this returns. Then
     it is as it was, also on error: its modules, their attributes, and the bytes of their tensors, of which a copy is
-    kept. On the meta device nothing is proven.
+    kept. Tensors on the meta device prove no layout.
 
     Args:
         params: the engine's tensors by its own names, on any device (also meta): the Parameters themselves where the

@@ -15,7 +15,7 @@ from refitd.tracing.reused import LARGE, Reused
 
 Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
-# Random elements of each dtype that large tensors repeat. Both numbers are prime, so that the rows of a tensor differ;
+# Random elements of each dtype that large tensors repeat. Both numbers are prime, and so the rows of a tensor differ;
 # each tensor starts at another element. The shorter one serves tensors of at most SMALL elements.
 PERIOD, SHORT_PERIOD, SMALL = 1_000_003, 8_191, 2_000
 
@@ -108,7 +108,7 @@ class Probe:
         return zlib.crc32(f"{self.number} {name}".encode())
 
     def _repeated(self, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return new elements: the random ones, from one that depends on the name, again and again."""
+        """Return new elements: the random ones, repeated from an offset that depends on the name."""
         if count <= STEP and count * dtype.itemsize < LARGE:
             return self.repeated(name, 0, count, CPU).clone()
         period, piece = self._piece(dtype, CPU, 0)
@@ -131,7 +131,7 @@ class Probe:
         return torch.randint(top, (count,), generator=generator).to(dtype)
 
     def _single(self, flat: torch.Tensor, seed: int) -> None:
-        """Change a lone number, so that it has another sign in each probe."""
+        """Give a lone number another sign in each probe."""
         kind = self.number % 3
         if flat.dtype == torch.bool:
             flat.fill_(kind == 0)
@@ -145,7 +145,7 @@ class Probe:
             flat.copy_(torch.tensor((large, seed >> 8 & 3, low)[kind]))
 
     def _piece(self, dtype: torch.dtype, device: torch.device, run: int) -> tuple[int, torch.Tensor]:
-        """Return the period, and the random elements; the first ones follow again, so that each run is a view."""
+        """Return the period, and the random elements; the first ones follow again, and each run is a view."""
         period, piece = self._pieces.get((dtype, device), (0, EMPTY))
         if not period or len(piece) - period < run:
             most = max(prod(shape) for shape, held in self.shapes.values() if held == dtype)
@@ -163,7 +163,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Repeated:
-    """A canonical tensor of a probe, whose boxes are views of the random elements."""
+    """A canonical tensor of a probe. Its boxes are views of the random elements."""
 
     probe: Probe
     name: str

@@ -35,7 +35,7 @@ class Proof:
         seconds: the time that this took, with the copies of the engine's tensors.
         memory_bytes: main memory for the probes' values: random elements, and the two largest canonical tensors. The
             copies of the engine's tensors are counted in `LoaderTrace.held`.
-        without_values: the engine's tensors on the meta device, which prove nothing.
+        without_values: the engine's tensors on the meta device, which have no values to compare.
     """
 
     probes: int
@@ -50,7 +50,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Refuted:
-    """One of the engine's tensors to which the loader gives other values than the layout.
+    """A tensor of the engine for which loader and layout differ.
 
     Attributes:
         source: the canonical tensor at which they differ; "" where the layout says a constant.

@@ -50,10 +50,10 @@ class ThreadRaised(RefusedError):
 
 
 class Operators(Protocol):
-    """What is told of each operator of a loader: the tracer.
+    """A tracer: it is called with each operator of a loader.
 
     Attributes:
-        functions: follows the loader's calls of torch's Python functions; None if nothing has to.
+        functions: follows the loader's calls of torch's Python functions; None if none has to.
         is_for_threads: it needs no operators of the thread that calls the loader.
     """
 
@@ -219,7 +219,7 @@ class Following:
                 self._ended.notify_all()
 
     def _wait(self) -> list[str]:
-        """Wait for followed threads, end the trace, and return the names of those that still copy."""
+        """Wait for followed threads, end the trace, and return the names of threads that still copy."""
         with self._ended:
             self._ended.wait_for(lambda: all(work.left <= 0 for work in self._works), DEADLINE_S)
         with self._one_by_one:
@@ -234,7 +234,7 @@ class Following:
     # --- where threads begin ----------------------------------------------------------------------------------
 
     def _replace_methods(self, stack: contextlib.ExitStack) -> None:
-        """Replace, until the stack closes, the methods by which a loader starts threads and processes."""
+        """Replace the methods that start threads and processes, until the stack closes."""
 
         def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
             original = getattr(owner, name)

@@ -40,7 +40,7 @@ class Reader:
     """Knows which tensors have no values, and refuses the loader that reads one.
 
     Attributes:
-        scalars: numbers that stand for elements of canonical tensors.
+        scalars: placeholders of elements of canonical tensors.
         refusals: errors by which the loader was refused.
     """
 
@@ -142,7 +142,7 @@ class TracedNumber:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch with tensors in the place of numbers."""
+        """Call a function of torch with tensors for traced numbers."""
         return called(func, args, kwargs or {})
 
     def __float__(self) -> float:
@@ -195,7 +195,7 @@ for _name in ("__str__", "__format__"):
 
 
 def _tensors(value: Any) -> Any:
-    """Return an argument with tensors in the place of numbers."""
+    """Return an argument with tensors for traced numbers."""
     if isinstance(value, TracedNumber):
         return value.tensor
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
