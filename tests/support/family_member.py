@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import shutil
 import tempfile
 import threading
@@ -51,6 +50,7 @@ class Family(ABC):
         self._lock = threading.Lock()  # of the outcomes, which one thread writes and the other reads
         self._committed = 0.0, -1  # when the newest version was known to be committed, and its number
         self._aborted: set[int] = set()
+        self._wrong: set[tuple[str, str, int]] = set()  # reported already
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensors]:
@@ -152,7 +152,9 @@ class Family(ABC):
             return
         for name, wanted in expected.items():
             held = self.live[model][name]
-            if not torch.equal(held.view(torch.uint8), wanted.view(torch.uint8)):
+            is_equal = torch.equal(held.view(torch.uint8), wanted.view(torch.uint8))
+            if not is_equal and (model, name, version) not in self._wrong:
+                self._wrong.add((model, name, version))
                 values = held.reshape(-1)[:2].tolist(), wanted.reshape(-1)[:2].tolist()
                 emit("torn", model=model, tensor=name, version=version, what=f"values {values[0]}, not {values[1]}")
 
@@ -248,7 +250,7 @@ class Files(Family):
 
     def __init__(self, directory: str) -> None:
         super().__init__(directory)
-        self._temporary = Path(tempfile.mkdtemp())
+        self._temporary = Path(tempfile.gettempdir()) / "files-family"  # of this cluster; a killed process leaves it
         self._folder = self._temporary / "checkpoint"
         self._numbers = itertools.count(1)
         self._client_of_swaps: refitd.Client | None = None
@@ -267,25 +269,25 @@ class Files(Family):
         return {f"w{i}": torch.full((64, 64), float(number * FILE_TENSORS + i)) for i in range(FILE_TENSORS)}
 
     def _replace(self, number: int) -> None:
-        """Put another checkpoint in the folder's place: by one rename, or file by file."""
-        made = self._temporary / "made"
-        made.mkdir()
-        # the length of the first tensor moves all others, so that an old header does not fit new bytes
+        """Put another checkpoint in the folder's place by one rename.
+
+        Files are not replaced one by one: this process may be stopped between two of them, and a reader cannot see
+        that such a folder is of two checkpoints (docs/use.md). tests/unit/test_opened_folders.py does that.
+        """
+        made, old = self._temporary / "made", self._temporary / "old"
+        for left in (made, old):
+            shutil.rmtree(left, ignore_errors=True)
+        made.mkdir(parents=True)
+        # the length of the first tensor moves all others: an old header does not fit new bytes
         tensors = {"a": torch.zeros(number % 7 + 1), **self._values(number)}
         names = sorted(tensors)
         for part, chosen in enumerate((names[:3], names[3:]), 1):
             save_file({name: tensors[name] for name in chosen}, made / f"model-0000{part}-of-00002.safetensors")
         index = {name: f"model-0000{1 if name in names[:3] else 2}-of-00002.safetensors" for name in names}
         (made / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-        if number % 2 and self._folder.exists():
-            for each in sorted(made.iterdir()):
-                os.replace(each, self._folder / each.name)
-            made.rmdir()
-            return
         if self._folder.exists():
-            self._folder.rename(self._temporary / "old")
+            self._folder.rename(old)
         made.rename(self._folder)
-        shutil.rmtree(self._temporary / "old", ignore_errors=True)
 
     def replace_on(self) -> None:
         """Replace the folder until the end, at intervals close to a read's time."""
