@@ -46,6 +46,7 @@ SHARD_BYTES = registered.nbytes
 
 # What a request that the daemon refuses may change, and why.
 OF_DAEMON = {
+    "DaemonState.refused": "status shows registrations that were refused",
     "CoordinatorLink.now": "time passes",
     "CoordinatorLink._heard": "a coordinator that refuses is alive",
     "CoordinatorLink._numbers": "it numbers requests and registrations; one that is used up is missed by nobody",

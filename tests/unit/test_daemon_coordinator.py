@@ -155,4 +155,6 @@ def test_a_coordinator_that_has_forgotten_a_description_is_sent_it_again_once() 
     h.refuse_with = local.Failure(code="unknown-shard", message="which?")
     refused = h.ask(structs.replace(TARGET, replica="another"))
     assert refused == h.refuse_with
-    assert [type(m) for m in h.to_coordinator] == [cluster.AddShard, cluster.DescribeShard, cluster.AddShard]
+    *sent, update = [type(m) for m in h.to_coordinator]
+    assert sent == [cluster.AddShard, cluster.DescribeShard, cluster.AddShard]
+    assert update is cluster.NodeUpdate  # with the refused registration
