@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.machine import NotComparable
 
-# name -> module; imported when it runs, since some need torch, a GPU, or packages of an extra
+# name -> module, which is imported when it runs: some need torch, a GPU, or packages of an extra
 BENCHMARKS = {
     "mxfp8": "benchmarks.mxfp8",
     "plan": "benchmarks.plan",
@@ -29,7 +29,7 @@ BENCHMARKS = {
 }
 
 
-# these take so long that they run by name only
+# these are slow, and run only by name
 LONG = {"soak": "benchmarks.soak"}
 
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results[name] = _run(partial(module.run, **extra), options.json, options.quick)
         except NotComparable as error:
             parser.error(str(error))
-        except Exception as error:  # one that fails must not hide what the others found
+        except Exception as error:  # a failure must not hide the results of the others
             if options.name:
                 raise
             failed = True

@@ -1,4 +1,4 @@
-"""Random faults for the long run: one process at a time is killed, stopped or robbed of its journal."""
+"""Random faults for the long run: kill or stop one process at a time, or take away its journal."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from refitd.testing import Process
 from tests.support.breakable import BreakableCluster, Member
 
 MENDED_S = 30.0
-DIES_S = 10.0  # until an engine that is to die in an exchange has come to one
+DIES_S = 10.0  # limit on the wait for the exchange that is to kill an engine
 
 
 class Chaos:
-    """Breaks one thing at a time, at random moments, and mends what does not mend itself."""
+    """Injects one fault at a time, at random moments, and repairs faults that do not repair themselves."""
 
     def __init__(
         self, cluster: BreakableCluster, seed: int, flipping: Sequence[str], keep_journal: Callable[[], None]
     ) -> None:
-        """`flipping` names replicas that exchange arenas; `keep_journal` notes the journal's rows before a loss."""
+        """`flipping` names replicas that exchange arenas; `keep_journal` stores the journal's rows before a loss."""
         self._cluster = cluster
         self._flipping = flipping
         self._keep_journal = keep_journal
@@ -33,7 +33,7 @@ class Chaos:
         self.faults: Counter[str] = Counter()
         self.failure: BaseException | None = None
         self.last = 0.0  # when the last fault was over
-        self.commits = 0  # told by the driver
+        self.commits = 0  # set by the driver
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Chaos:
@@ -51,10 +51,10 @@ class Chaos:
                 do()
                 self.faults[what] += 1
                 self.last = time.monotonic()
-                # most faults meet a cluster that works, some one that has not got over the last
+                # most faults hit a working cluster; some hit a cluster that has not yet recovered from the last fault
                 if self._random.random() < 0.75:
                     self._wait_for_commits(self.commits + 1)
-        except BaseException as exc:  # told by the driver
+        except BaseException as exc:  # the driver reports it
             self.failure = exc
 
     def _wait_for_commits(self, wanted: int) -> None:
@@ -100,7 +100,7 @@ class Chaos:
         self._without_coordinator(copy)
 
     def _without_coordinator(self, files: dict[str, bytes]) -> None:
-        """Kill the coordinator, put these files in the place of its journal's, start it again."""
+        """Kill the coordinator, replace its journal's files with the given files, restart it."""
         coordinator, journal = self._cluster.coordinator, self._cluster.journal
         coordinator.kill()
         self._keep_journal()
@@ -118,7 +118,7 @@ class Chaos:
         process.start()
 
     def _kill_at(self, engine: Member, point: str) -> None:
-        """Have an engine kill itself in its next exchange; kill it where none comes."""
+        """Have an engine kill itself in its next exchange; kill it if no exchange comes."""
         engine.tell(dies_at=point)
         until = time.monotonic() + DIES_S
         while engine.is_running and time.monotonic() < until and not self._stop.wait(0.01):
@@ -128,7 +128,7 @@ class Chaos:
         self._kill(engine)
 
     def _pause(self, pid: int) -> None:
-        # at times longer than others wait for a word from it
+        # the longest exceed the time that its peers wait for a message
         seconds = self._random.choice((0.2, 1.0, 3.0, 12.0, 20.0))
         if _signal(pid, signal.SIGSTOP):
             try:

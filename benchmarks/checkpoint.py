@@ -1,6 +1,6 @@
-"""How fast a folder of torch.distributed.checkpoint becomes a version, and a version such a folder, beside torch.
+"""Measure reading a torch.distributed.checkpoint folder as a version, and writing a version as one, beside torch.
 
-Ways take turns within each round; ratios are taken round by round. Files are in the page cache.
+Ways take turns within each round; ratios are computed per round. Files are in the page cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LAYER = {"attention.qkv": (3072, 2048), "attention.out": (2048, 2048), "mlp.up":
 
 
 def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
-    """Measure and return the figures; they are kept in benchmarks/results unless it was quick."""
+    """Measure and return the figures; store them in benchmarks/results unless `quick`."""
     layers, rounds = (2, 2) if quick else (11, 7)
     results = {"benchmark": "checkpoint", "machine": machine.describe(), **_measure(layers, rounds)}
     if not quick:
@@ -96,7 +96,7 @@ def _private_bytes() -> int:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Return the file for benchmarks/results, which is what is shown, too."""
+    """Return the text for benchmarks/results and the terminal."""
     about, seconds = results["machine"], results["seconds"]
     rows = [
         f"# Checkpoints: {results['tensors']} tensors, {results['bytes'] / 1e9:.2f} GB of bfloat16",

@@ -1,8 +1,8 @@
-"""Swaps between two nodes of which a share of the elements has changed at random: as deltas, and whole.
+"""Measure swaps between two nodes after a share of the elements changed at random: as deltas, and as full versions.
 
-Two clusters take turns within each round, one with `transport.deltas` and one without: over loopback, where a delta
-costs more than it saves unless it is quick, and over a cable of limited rate between two network namespaces. The
-elements are bfloat16 and a trainer publishes before each swap.
+Two clusters take turns within each round, one with `transport.deltas` and one without. They swap over loopback, where a
+slow delta costs more than it saves, and over a cable of limited rate between two network namespaces. The elements are
+bfloat16, and a trainer publishes before each swap.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Cluster:
 
 
 def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
-    """Run both cases and return the figures; they are kept in benchmarks/results unless it was quick."""
+    """Run both cases and return the figures; store them in benchmarks/results unless `quick`."""
     shapes = {f"layers.{i}.weight": (4096, 4096) for i in range(2 if quick else 6)}  # 32 MiB each
     results: dict[str, Any] = {"machine": machine.describe(), "cases": []}
     with _on_loopback(shapes) as clusters:

@@ -1,4 +1,4 @@
-"""How long decisions stop when a coordinator, or a member of its etcd, fails in the middle of swaps."""
+"""Measure how long decisions stop when a coordinator, or a member of its etcd, fails in the middle of swaps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""One trainer's node gives a version to the replicas of 1, 2, 4 and 7 nodes over rate-limited cables, and to joiners.
+"""Send a version from a trainer's node to the replicas of 1, 2, 4 and 7 nodes over rate-limited cables, and to joiners.
 
-Each node is a network namespace with a cable to one switch that carries MBIT in each direction. With relays and, for
-comparison, without (`transport.relays = false`). What the trainer's cable carried is read from its interface.
+Each node is a network namespace with a cable to one switch; the cable carries MBIT in each direction. Swaps run
+with relays and, for comparison, without (`transport.relays = false`). The bytes on the trainer's cable are read from
+its interface.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from tests.support.network import SwitchedHosts, start_daemons, why_not
 
 RESULTS = Path(__file__).parent / "results"
 PORT, MBIT = 7437, 400
-SLOW_MBIT = 100  # where two cores can carry all cables at once, whatever else they do
+SLOW_MBIT = 100  # as fast as two cores can carry all cables together
 NODES = (1, 2, 4, 7)  # with a replica each
 JOINING = (1, 4)
-SETTLE_S = 5.0  # what daemons do after their start, and replicas after a swap, is over
+SETTLE_S = 5.0  # after this time, the work after a daemon's start or after a swap is over
 _CONFIG = "[deadlines]\nlease_s = 60.0\nconnect_s = 60.0\n[transport]\ndeltas = false\nrelays = {}\n"
 
 
 class Cluster:
-    """Nodes of trainer ranks that hold the same, and others."""
+    """Nodes of trainer ranks with equal tensors, and other nodes."""
 
     def __init__(
         self, hosts: SwitchedHosts, clients: list[refitd.Client], shapes: dict[str, tuple[int, int]], trainers: int = 1
@@ -80,7 +81,7 @@ class Cluster:
             del self.held[node]
 
     def join(self, nodes: list[int]) -> dict[str, float]:
-        """Register replicas on these nodes, all at once; return the seconds until they serve what others serve."""
+        """Register replicas on these nodes in parallel; return the seconds until they serve the live version."""
         before, started = self.hosts.sent(0), time.perf_counter()
         with ThreadPoolExecutor(len(nodes)) as pool:
             list(pool.map(self.add, nodes))
@@ -93,7 +94,7 @@ class Cluster:
 
 
 def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
-    """Run all cases and return the figures; they are kept in benchmarks/results unless it was quick."""
+    """Run all cases and return the figures; store them in benchmarks/results unless `quick`."""
     results: dict[str, Any] = {"machine": machine.describe(), "mbit": MBIT, "cases": [], "slow": [], "joins": []}
     kept = json.loads((RESULTS / "fanout.json").read_text())
     if kept["machine"] == results["machine"]:
@@ -105,7 +106,7 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
     chosen = (1, 2) if quick else NODES
     for nodes in chosen:
         results["cases"].append(_fanned_out(nodes, True, shapes, 1 if quick else 3))
-    results["cases"].append(_fanned_out(chosen[-1], False, shapes, 1))  # takes as many times as long
+    results["cases"].append(_fanned_out(chosen[-1], False, shapes, 1))  # takes that many times longer
     for nodes in (chosen[0], chosen[-1]):
         results["slow"].append(_fanned_out(nodes, True, dict(list(shapes.items())[:2]), 1, SLOW_MBIT))
     for joining in JOINING[:1] if quick else JOINING:
@@ -134,7 +135,7 @@ def _fanned_out(
 
 
 def _joined(joining: int, shapes: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
-    """Return what joining takes: for the first time, and when the replicas come back to a later version."""
+    """Return the figures of joining: for the first time, and when the replicas return to a later version."""
     print(f"  {joining} joining", file=sys.stderr, flush=True)
     nodes, found = list(range(2, joining + 2)), []
     with cluster_of(joining + 2, True, shapes) as cluster:
@@ -223,7 +224,7 @@ def uneven_lines(results: dict[str, Any]) -> list[str]:
         "## Cables of different speed",
         "",
         f"All cables {results['mbit']} Mbit/s but one of {results['slow']}, {results['bytes'] / 1e6:.0f} MB, medians.",
-        "The speeds are those that `refitctl doctor --links` has measured. Written by `scripts/bench cables`.",
+        "A cluster file states the speeds. Written by `scripts/bench cables`.",
         "",
         f"| {' | '.join(head)} | paths |",
         f"|{' --- |' * (len(head) + 1)}",

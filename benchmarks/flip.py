@@ -1,8 +1,8 @@
-"""How long an engine stands still when a version goes live: by exchange, at kept addresses too, and by copying.
+"""Measure an engine's pause for a commit: by exchange, by exchange at fixed addresses, and by copying.
 
-One trainer lends its tensors from an arena, one engine in a process of its own polls all the time. The unit is one
-thread's memcpy of the same bytes in the same round. Rollbacks exchange the arenas again; nothing else moves. They begin
-once the other arena has been compared with its digests, which the daemon does within about a second of the commit.
+One trainer lends its tensors from an arena. One engine in a separate process polls continuously. The unit is one
+thread's memcpy of as many bytes, measured in that round. Rollbacks exchange the arenas again; no data moves. A
+rollback begins once the daemon has compared the other arena with its digests, about a second after the commit.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from refitd.testing import Daemon, eventually
 RESULTS = Path(__file__).parent / "results"
 TENSORS = 64
 MIB = 1 << 20
-UNIT = 256 * MIB  # what the unit copies at a time
+UNIT = 256 * MIB  # bytes that the unit copies in one step
 CALLS = 100_000  # of poll, and reads of version
-MOST_BACK = 20  # rounds that also roll back, each of which waits about a second
+MOST_BACK = 20  # rounds that also roll back; each rollback waits about a second
 # model bytes, ways, rounds
 WAYS = "flip", "kept", "copy"
 CASES = ((MIB, WAYS, 200), (1 << 30, WAYS, 15), (2 << 30, WAYS, 11))
-# flip-cast: the trainer holds bfloat16, which the engine gets as float32, so that less memory is needed
+# flip-cast: to need less memory, the trainer holds bfloat16 and the engine gets float32
 LARGE = ((4 << 30, ("flip",), 9), (6 << 30, ("flip",), 7), (8 << 30, ("flip-cast",), 9))
 
 
 def run(json_output: bool, quick: bool = False, gib: Sequence[int] = ()) -> dict[str, Any]:
-    """Measure every case and return the figures; they are kept in benchmarks/results unless it was quick.
+    """Measure every case and return the figures; store them in benchmarks/results unless `quick`.
 
-    With `gib`, measure models of these sizes only, and keep nothing. Where memory for a whole trainer is lacking, it
-    holds bfloat16, which the engine gets as float32.
+    With `gib`, measure only models of these sizes, and do not store figures. If memory for a full trainer is
+    lacking, the trainer holds bfloat16 and the engine gets float32.
     """
     cases = tuple((nbytes, ways, 3) for nbytes, ways, _ in CASES[:2]) if quick else CASES + LARGE
     if gib:
@@ -69,7 +69,7 @@ def _shapes(nbytes: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, tuple
 
 
 def _needed(nbytes: int, way: str) -> int:
-    """Return the bytes of a case: the trainer's, the engine's two, one more to be adopted, and the unit's two."""
+    """Return the bytes of a case: the trainer's, two for the engine, one more to be adopted, two for the unit."""
     others = {"flip-cast": 2.5, "kept": 4.0}.get(way, 3.0)
     return int(others * nbytes) + 2 * min(nbytes, UNIT)
 
@@ -161,7 +161,7 @@ def _measure(nbytes: int, way: str, rounds: int) -> dict[str, Any]:
 
 
 def _idle_us() -> dict[str, float]:
-    """Return the microseconds of a poll with nothing pending and of reading what is live: the least of five runs."""
+    """Return the microseconds of an idle poll and of reading the live version: the minimum of five runs."""
     poll_us = version_us = float("inf")
     with Daemon() as daemon, daemon.connect() as client:
         target = client.register_target("bench", {"w": torch.zeros(4)}, replica="engine")

@@ -1,4 +1,4 @@
-"""Describe the machine of a measurement, and its speed at that time."""
+"""Describe the machine of a measurement, and its current speed."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def describe() -> dict[str, Any]:
 
 
 class NotComparable(ValueError):
-    """What was asked for cannot join the figures that a results file keeps; nothing has been measured or written."""
+    """The request does not fit the figures in a results file; no measurement was made."""
 
 
 def check_same(kept: Mapping[str, Any], name: str) -> None:
-    """Refuse to add figures of this machine to a results file of another one.
+    """Refuse to add figures of this machine to a results file of another machine.
 
     Args:
-        kept: what `describe` returned when the file `name` was written.
+        kept: the result of `describe` when the file `name` was written.
         name: the results file.
 
     Raises:
@@ -50,8 +50,8 @@ def check_same(kept: Mapping[str, Any], name: str) -> None:
 def calibrate() -> float:
     """Return the CPU seconds of a fixed loop of Python and numpy work, the smallest of three.
 
-    It does what planning does (dictionaries and tuples, then sorting of columns), so that figures taken beside it
-    can be compared between machines and between busy and quiet moments of one.
+    Its work resembles planning: dictionaries and tuples, then sorting of columns. Divide figures by it to compare
+    machines, or busy and quiet moments of one machine.
     """
     return min(_loop() for _ in range(3))
 
@@ -83,5 +83,5 @@ def _version(name: str) -> str | None:
 
 
 def load() -> str:
-    """Return a sentence on what else the machine does now; timings are to be read with it."""
+    """Return a sentence on the machine's current load, to print beside timings."""
     return f"Load average at the end: {os.getloadavg()[1]:.0f} on {os.cpu_count()} cores."

@@ -20,7 +20,7 @@ logit). "into Megatron": the Hugging Face model is the trainer, the ranks are th
 
 
 def main() -> None:
-    """Read pytest's report; one row a job."""
+    """Read pytest's report; print one row per job."""
     print(HEAD.format(**{name: version(package) for name, package in PACKAGES.items()}))
     for case in ElementTree.parse(sys.argv[1]).iter("testcase"):
         said = {found.get("name"): found.get("value") for found in case.iter("property")}

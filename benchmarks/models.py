@@ -1,9 +1,9 @@
 """Real models over any number of ranks, as their trainers and engines register them.
 
-Half of the ranks train and half serve. Descriptions carry what `refitd.extract_param_metadata` finds in a Megatron
-module: local names, local shapes, the attributes of tensor parallelism, and the groups of the rank. The tensors are
-those of configs/layouts/models; as in the reference's own planner every dimension is cut as it stands (an
-interleaved qkv is one tensor that is split on dimension 0).
+Half of the ranks train and half serve. Descriptions carry the fields that `refitd.extract_param_metadata` finds in a
+Megatron module: local names, local shapes, the attributes of tensor parallelism, and the groups of the rank. The
+tensors come from configs/layouts/models. As in the reference's planner, every dimension is cut without regard to its
+sections: an interleaved qkv is one tensor that is split on dimension 0.
 """
 
 from __future__ import annotations
@@ -17,16 +17,8 @@ import msgspec
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.names import expert_range
 from refitd.dtypes import ELEMENT_SIZES
-from refitd.offline import (
-    Layout,
-    ModelSpec,
-    Position,
-    TensorSpec,
-    load_model,
-    position,
-    stage_layers,
-    world_size,
-)
+from refitd.offline.files import load_model
+from refitd.offline.layouts import Layout, ModelSpec, Position, TensorSpec, position, stage_layers, world_size
 
 FILES = Path(__file__).parent.parent / "configs" / "layouts" / "models"
 MODELS = {
@@ -42,9 +34,9 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Case:
-    """A model over `ranks` ranks: the source's are the first half, numbered from 0, those of the engines follow.
+    """A model over `ranks` ranks: the first half, numbered from 0, is the source; the rest are engines.
 
-    Each engine is a world of its own: it numbers its ranks from 0, and its groups hold none of another engine.
+    Each engine is a separate world: it numbers its ranks from 0, and its groups contain only its own ranks.
     """
 
     model: str
@@ -100,7 +92,7 @@ def small_case(layers: int = 2) -> Case:
 
 
 def kind(layout: Layout, index: int) -> tuple[int, ...]:
-    """Return what tells apart which tensors a rank registers, whatever the ranks in its groups."""
+    """Return a key that is equal for ranks which register equal tensors; the ranks of their groups may differ."""
     where = position(layout, index)
     has_experts = layout.model is not None and layout.model.experts > 0
     return (where.pp, where.ep) if has_experts else (where.pp,)
@@ -123,7 +115,7 @@ def groups(layout: Layout, index: int) -> dict[str, tuple[int, ...]]:
 
 
 def registered(layout: Layout, index: int) -> list[ParameterMetadata]:
-    """Return what rank `index` says of its tensors, in the layout's own numbering."""
+    """Return the metadata of rank `index`, in the layout's own numbering."""
     assert layout.model is not None
     at, mine = position(layout, index), {name: list(ranks) for name, ranks in groups(layout, index).items()}
     return [
@@ -158,7 +150,7 @@ def _metadata(
     dtype = spec.dtype or layout.model.dtype
     stride = spec.split.stride if spec.split is not None else 1
     if spec.split is not None and spec.parts is not None and spec.interleave is None:
-        stride = len(spec.parts)  # gate and up, each split on its own
+        stride = len(spec.parts)  # gate and up, which are split separately
     return ParameterMetadata(
         name=_filled(spec.name, layer - first_layer, expert - first_expert),
         shape=tuple(shape),

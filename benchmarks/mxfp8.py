@@ -1,7 +1,7 @@
-"""How fast MXFP8 conversion is, on one core, and what it adds to a refit between two processes over gloo.
+"""Measure MXFP8 conversion on one core, and its cost in a refit between two processes over gloo.
 
-Ways take turns within each round, so that all have the same quiet and busy moments; ratios are taken round by round.
-A further section is one more entry of SECTIONS: a function of `quick` that returns rows of (way, figures).
+Methods take turns within each round, because the machine's load varies; ratios are computed per round.
+To add a section, add an entry to SECTIONS: a function of `quick` that returns rows of (way, figures).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Rounds = list[dict[str, float]]
 
 
 def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
-    """Run every section and return the figures; they are kept in benchmarks/results unless it was quick."""
+    """Run every section and return the figures; store them in benchmarks/results unless `quick`."""
     started = time.perf_counter()
     results: dict[str, Any] = {"benchmark": "mxfp8", "machine": machine.describe(), "sections": []}
     for section in SECTIONS:
@@ -45,7 +45,7 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
 
 
 def summary(rounds: Rounds, nbytes: int, unit: str, others: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return a row for each way: medians, in GB/s of bfloat16 and in units of the same round."""
+    """Return a row for each way: medians, in GB/s of bfloat16 and in units measured in that round."""
     rows = []
     for way in rounds[0]:
         row: dict[str, Any] = {
@@ -62,7 +62,7 @@ def summary(rounds: Rounds, nbytes: int, unit: str, others: Sequence[str] = ()) 
 
 
 def in_turns(ways: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float]) -> Rounds:
-    """Run every way once to warm up, then all of them in turn; return what each took in each round."""
+    """Run every way once to warm up, then all in turn; return the time of each in each round."""
     found: Rounds = []
     for number in range(-1, rounds):
         took = {}
@@ -76,12 +76,12 @@ def in_turns(ways: Mapping[str, Callable[[], object]], rounds: int, clock: Calla
 
 
 def conversion(quick: bool) -> dict[str, Any]:
-    """Convert weights, about as a layer of a large model has them, with one thread."""
+    """Convert weights with one thread; their shapes are about those of a large model's layer."""
     import numpy as np
     import torch
 
-    from refitd.mxfp8 import BLOCK, Rounding, swizzled_bytes
-    from refitd.transforms import mxfp8_format as fmt
+    from refitd.mxfp8 import format as fmt
+    from refitd.mxfp8.format import BLOCK, Rounding, swizzled_bytes
 
     torch.set_num_threads(1)
     rows, columns = (1024, 2048) if quick else (4096, 8192)
@@ -127,7 +127,7 @@ WAYS = ("bfloat16", "receivers convert", "receivers convert, swizzled", "senders
 
 
 def refit(quick: bool) -> dict[str, Any]:
-    """Refit the weights of one process into another one, as bfloat16 and in either mode."""
+    """Refit the weights of one process into another, as bfloat16 and in both MXFP8 modes."""
     layers, width, rounds = (2, 512, 2) if quick else (6, 2048, 9)
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
@@ -214,7 +214,7 @@ SECTIONS: tuple[Callable[[bool], dict[str, Any]], ...] = (conversion, refit)
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Return the file for benchmarks/results, which is what is shown, too."""
+    """Return the text for benchmarks/results and the terminal."""
     about = results["machine"]
     lines = [
         "# MXFP8: conversion, and refits with it",

@@ -1,7 +1,7 @@
-"""Whole swaps of a bfloat16 model into engines that hold bfloat16, or MXFP8 converted on either side.
+"""Measure full swaps of a bfloat16 model into engines that hold bfloat16, or MXFP8 converted on either side.
 
-On one node, and over a link of limited rate between two network namespaces, where senders that convert have half as
-much to send. Ways take turns within each round.
+They run on one node, and over a link of limited rate between two network namespaces, where senders that convert send
+half as many bytes. Ways take turns within each round.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Pair:
         }
 
     def check(self) -> None:
-        """Compare what is held with the tensors converted once."""
+        """Compare the engine's tensors with the trainer's tensors converted once."""
         for name, tensor in self._tensors.items():
             held = self.held[name]
             if isinstance(held, torch.Tensor):
@@ -78,7 +78,7 @@ class Pair:
 
 
 def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
-    """Run both cases and return the figures; they are kept in benchmarks/results unless it was quick."""
+    """Run both cases and return the figures; store them in benchmarks/results unless `quick`."""
     results: dict[str, Any] = {"unit": "one memcpy of the bfloat16 bytes, one thread, same round", "cases": []}
     shapes = _model(4 if quick else 8)
     with _one_node() as (trainer, engine):

@@ -1,6 +1,6 @@
-"""What metrics and traces cost a swap: daemons with and without them take turns, swap by swap.
+"""Measure the cost of metrics and traces for a swap: daemons with and without them take turns, swap by swap.
 
-Traces are always recorded; only here a daemon is started that records none (a `sitecustomize` takes the recording out).
+Daemons always record traces; only this benchmark starts a daemon without (a `sitecustomize` removes the recording).
 Metrics are scraped once a second, far more often than Prometheus does by default.
 """
 
@@ -24,14 +24,14 @@ from benchmarks.swap_case import REFITD, Case, RunningCase
 from benchmarks.swap_model import Layout, Tensor, llama_like
 from benchmarks.swap_processes import daemon
 from refitd.testing import Daemon
-from refitd.testing.cluster import free_port
+from refitd.testing.daemon import free_port
 
 RESULTS = Path(__file__).parent / "results"
 NOTHING, TRACES, ALL = "neither", "traces, the default", "traces and metrics"
 WARM_UP = 10
 SCRAPE_S = 1.0
 _UNTRACED = """
-from refitd.coordinator.traces import Traces
+from refitd.coordinator.inquiries import Traces
 from refitd.daemon.timeline import Timeline
 
 Timeline.watch = lambda *_: None
@@ -40,7 +40,7 @@ Traces.ended = lambda *_: None
 
 
 def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
-    """Measure a small and a large model; the figures are kept in benchmarks/results unless it was quick."""
+    """Measure a small and a large model; store the figures in benchmarks/results unless `quick`."""
     small = tuple(Tensor(f"layers.{i}.weight", (128, 512), 0, i) for i in range(8))
     large = tuple(llama_like(2, 1024, 3584) if quick else llama_like(9, 2048, 7168))
     cases = (
@@ -61,7 +61,7 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
 
 
 class _Way:
-    """A running case with its daemon, and what its swaps took."""
+    """A running case with its daemon, and the durations of its swaps."""
 
     def __init__(self, case: Case, name: str, started: Daemon) -> None:
         self.name = name
@@ -82,7 +82,7 @@ class _Way:
             self.cpu_s.append(self._cpu_s() - before)
 
     def _cpu_s(self) -> float:
-        """CPU seconds of the loops of daemon and coordinator until now, for which swaps wait."""
+        """Return the CPU seconds so far of the loops of daemon and coordinator, for which swaps wait."""
         return sum(int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) for pid in self._pids) / 1e9
 
 
@@ -113,7 +113,7 @@ def _measured(case: Case, names: Sequence[str]) -> dict[str, Any]:
 
 def _figures(way: _Way, bare: _Way) -> dict[str, Any]:
     more = sorted(a - b for a, b in zip(way.swap_s, bare.swap_s, strict=True))
-    # the median of n values lies between these with a probability of 95 %
+    # the median of n values is between these with a probability of 95 %
     off = 0.98 * len(more) ** 0.5
     low, high = more[max(0, int(len(more) / 2 - off))], more[min(len(more) - 1, int(len(more) / 2 + off))]
     return {
@@ -127,7 +127,7 @@ def _figures(way: _Way, bare: _Way) -> dict[str, Any]:
 
 
 def _daemon(name: str, folder: str) -> tuple[Daemon, tuple[int, ...]]:
-    """Start a daemon with its coordinator, observed in this way; return it and the ports of its metrics."""
+    """Start a daemon with its coordinator, observed in the named way; return it and the ports of its metrics."""
     if name == ALL:
         port = free_port()  # and the next one, for the coordinator
         return daemon(f'[metrics]\nendpoint = "127.0.0.1:{port}"\n'), (port, port + 1)

@@ -1,7 +1,7 @@
-"""How fast planning is: from the registrations as received to every rank's validated plan.
+"""Measure planning: from the received registrations to every rank's validated plan.
 
-What is received are the service's own messages, and it is read by the coordinator's own code. Each case runs in a
-process of its own, with a time limit, so that its peak memory is its own.
+The input is the service's messages, read by the coordinator's code. Each case runs in a separate process with a time
+limit, because peak memory is measured per process.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, models
-from refitd.coordinator.rosters import Registered, ShardReader
-from refitd.describe.roster import Roster
-from refitd.offline import position, world_size
+from refitd.coordinator.descriptions import Registered, ShardReader
+from refitd.describe.metadata import Roster
+from refitd.offline.layouts import position, world_size
 from refitd.protocol.cluster import AddShard, DescribeShard
 from refitd.protocol.codec import digest_of, encode, pack, unpack
 from refitd.protocol.local import RegisterSource
@@ -27,7 +27,7 @@ from refitd.protocol.shards import Shard, shard_of
 
 RESULTS = Path(__file__).parent / "results"
 CASE_LIMIT_S = 40.0
-BUDGET_S = 600.0  # of all cases together; what would not fit is left out, and said so
+BUDGET_S = 600.0  # of all cases together; a case that would not fit is skipped and reported
 RANKS_PER_NODE = 8
 
 # shared/facts: one rank's build with the reference, CPU s, on this kind of machine
@@ -40,11 +40,11 @@ REFERENCE_S = {
 
 @dataclass(frozen=True)
 class Received:
-    """What the coordinator has received from all ranks: every different description once, and who they are."""
+    """The descriptions that the coordinator has received: each distinct description once, with its ranks."""
 
     described: dict[str, bytes]  # digest -> packed Shard
     ranks: list[tuple[int, str, bool, str]]  # rank, pool, whether it is a source, digest
-    each_bytes: int  # had every rank sent its own description
+    each_bytes: int  # the bytes if every rank had sent its description
     described_bytes: int
     added_bytes: int
 
@@ -55,7 +55,7 @@ class Received:
 
 
 def registrations(case: models.Case) -> Received:
-    """Return what the daemons of a case send: the service's own messages."""
+    """Return the messages that the daemons of a case send."""
     described: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
     ranks: list[tuple[int, str, bool, str]] = []
@@ -64,7 +64,7 @@ def registrations(case: models.Case) -> Received:
     for number, (layout, first) in enumerate(case.worlds()):
         pool = f"engine-{number}" if number else "source"
         for index in range(world_size(layout)):
-            # engines say what the first one says, and source ranks what those at the same place of other replicas say
+            # all engines send equal descriptions, and so do source ranks at equal positions of different replicas
             at = position(layout, index)
             same = (1, index) if number else (0, at.pp, at.tp, at.ep, at.etp)
             if same not in digests:
@@ -113,7 +113,8 @@ def pools_of(received: Received) -> list[list[Registered]]:
 def measure(case: models.Case) -> dict[str, Any]:
     """Run one case in this process."""
     from refitd.plan.build import plan_copies
-    from refitd.plan.cost import balance_of, traffic_of
+    from refitd.plan.cost import traffic_of
+    from refitd_cli.cost import balance_of
 
     received = registrations(case)
     gc.collect()
@@ -154,9 +155,8 @@ def measure(case: models.Case) -> dict[str, Any]:
 
 
 def _planned_again(case: models.Case, received: Received) -> float:
-    """Return the CPU seconds of planning anew once the last engine has joined those that the coordinator knows."""
-    from refitd.plan.build import plan_copies
-    from refitd.plan.remembered import Remembered
+    """Return the CPU seconds of planning again after the last engine has joined the known engines."""
+    from refitd.plan.build import Remembered, plan_copies
 
     reader, remembered = ShardReader(), Remembered()
     last = world_size(case.engine)
@@ -169,7 +169,7 @@ def _planned_again(case: models.Case, received: Received) -> float:
 
 
 def run(json_output: bool) -> dict[str, Any]:
-    """Run every case, largest last; write benchmarks/results/plan-*; return what was found."""
+    """Run every case, largest last; write benchmarks/results/plan-*; return the figures."""
     found: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
     started = time.perf_counter()
@@ -201,7 +201,7 @@ def run(json_output: bool) -> dict[str, Any]:
 
 
 def _why_not(found: list[dict[str, Any]], left_out: list[dict[str, Any]], model: str, ranks: int, left_s: float) -> str:
-    """Return why a case is not worth starting, or ""."""
+    """Return the reason to skip a case, "" to run it."""
     if any(case["model"] == model for case in left_out):
         return "a smaller one was left out"
     if left_s <= 0:

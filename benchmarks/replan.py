@@ -1,7 +1,7 @@
-"""What the coordinator does when one replica joins, leaves or returns at thousands of ranks: time, bytes to the nodes.
+"""Measure the coordinator when one replica joins, leaves or returns at thousands of ranks: time, bytes to the nodes.
 
-The coordinator's own state, planner and encoding, in this process; what daemons would say is fed to it at once. So
-nothing is counted but the coordinator's work: no sockets, no journal's disk. `python -m benchmarks.replan MODEL RANKS`.
+The coordinator's state, planner and encoding run in this process, and the daemons' answers are fed to them directly.
+Sockets and the journal's disk are not included. `python -m benchmarks.replan MODEL RANKS`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from benchmarks import machine, models
 from benchmarks.plan import RANKS_PER_NODE, Received, registrations
 from refitd.config import Config
 from refitd.coordinator import actions as act
+from refitd.coordinator.fleet import Ids
 from refitd.coordinator.plans import PlanMemory, make_plan
 from refitd.coordinator.state import CoordinatorState
-from refitd.offline import world_size
+from refitd.offline.layouts import world_size
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.codec import encode
 from refitd.protocol.reports import NodeStatus, SwapReport
+from tests.support.coordinator_harness import Past
 
 
 @dataclass
 class Figures:
-    """What one change, and the swap that follows, cost. Seconds are CPU time; bytes are of frames, by message type."""
+    """The cost of one change and of the next swap. Seconds are CPU time; bytes are of frames, by message type."""
 
     plan_s: float = 0.0
     loop_s: float = 0.0
@@ -61,12 +63,11 @@ class Figures:
 
 
 class Fleet:
-    """A coordinator, and what its daemons answer when everything works."""
+    """A coordinator, and simulated daemons that answer without faults."""
 
-    def __init__(self, received: Received, *, keeps_parts: bool) -> None:
-        self.received, self._keeps = received, keeps_parts
+    def __init__(self, received: Received) -> None:
+        self.received = received
         self._memory = PlanMemory()
-        self._swaps = 0
         self.now = 0.0
         self.figures = Figures()
         self._targets: dict[str, list[str]] = {}  # node -> members
@@ -75,9 +76,7 @@ class Fleet:
         self._first: dict[str, int] = {}
         for rank, pool, _, _ in received.ranks:
             self._first[pool] = min(rank, self._first.get(pool, rank))
-        self.state = CoordinatorState(
-            Config(), "boot", 1, 0.0, self._swap_id, lambda: 1.0, lambda _: None, is_standalone=True
-        )
+        self.state = CoordinatorState(Config(), "boot", 1, 0.0, Ids(b"seed"), Past({}), is_standalone=True)
         nodes = sorted({_node(rank) for rank, *_ in received.ranks})
         for number, name in enumerate(nodes):
             status = NodeStatus(
@@ -89,11 +88,7 @@ class Fleet:
                 arenas=0,
                 arena_bytes=0,
             )
-            self._say(name, cluster.NodeHello(PROTOCOL_VERSION, status, keeps_parts=keeps_parts))
-
-    def _swap_id(self) -> str:
-        self._swaps += 1
-        return f"swap{self._swaps}"
+            self._say(name, cluster.NodeHello(PROTOCOL_VERSION, status))
 
     def join(self, pool: str) -> None:
         """Register all ranks of a pool."""
@@ -102,7 +97,7 @@ class Fleet:
                 continue
             node, index = _node(rank), rank - self._first[pool]
             member = f"policy/{pool}:{index}@{node}#{index}"
-            if digest not in self._described:  # whoever comes later is known already
+            if digest not in self._described:  # later ranks with this digest need no description
                 self._described.add(digest)
                 self._say(node, cluster.DescribeShard(digest=digest, packed=self.received.described[digest]))
             role: Any = "source" if is_source else "target"
@@ -117,21 +112,21 @@ class Fleet:
         for node, members in self._targets.items():
             for member in [m for m in members if m.startswith(f"policy/{pool}:")]:
                 members.remove(member)
-                self._say(node, cluster.RemoveShard(member, "it has ended"))
+                self._say(node, local.Deregister(member, "it has ended"))
 
     def publish(self, version: int) -> None:
         """Publish a version on every source rank."""
         for rank, pool, is_source, _ in self.received.ranks:
             if is_source:
                 node, index = _node(rank), rank - self._first[pool]
-                self._say(node, cluster.ShardPublished(f"policy/{pool}:{index}@{node}#{index}", version))
+                self._say(node, local.Publish(f"policy/{pool}:{index}@{node}#{index}", version))
 
     def swap(self) -> None:
-        """Ask for a swap and see it through."""
+        """Request a swap and perform all its steps."""
         self._say("node0", local.StartSwap("policy", queue=True), request=9)
 
     def wait(self) -> None:
-        """Let the time pass in which replicas gather that join; all nodes are heard meanwhile."""
+        """Advance the clock past the time that joining replicas wait for each other, with heartbeats of all nodes."""
         self.now += 5.0
         for node in self.state.nodes.values():
             node.last_heard = self.now
@@ -162,8 +157,9 @@ class Fleet:
                         plan = make_plan(rosters, self._memory, may_relay=may_relay, last=last)
                         found.plan_s += time.process_time() - began
                         pending.append(act.Planned(ticket, plan))
-                    case act.Decide() as decided:
-                        pending.append(act.JournalWritten(decided.swaps))
+                    case act.Decide(records):
+                        swaps = tuple(record.swap for record in records)
+                        pending.append(act.JournalWritten(swaps, None, (1,) * len(swaps)))
 
     def _answers(self, identity: bytes, sent: object) -> list[act.Event]:
         node = identity.decode()
@@ -172,7 +168,7 @@ class Fleet:
             return act.FromNode(identity, 0, message)
 
         match sent:
-            case cluster.LoadPlan(plan, epoch=epoch) | cluster.LoadShare(plan, epoch=epoch):
+            case cluster.LoadPlan(plan, epoch=epoch):
                 self.figures.plan_bytes.append(len(encode(0, sent)))
                 return [said(cluster.PlanLoaded(plan, epoch.id if epoch is not None else ""))]
             case cluster.DigestRegions(swap, table=table):
@@ -183,7 +179,7 @@ class Fleet:
                 joined = self.state.models["policy"].running
                 members = joined.swap.members if joined is not None else {}
                 return [
-                    said(cluster.MemberCommitted(swap, m, 0.0, seeds=True))
+                    said(local.CommitDone(swap, m, 0.0, seeds=True))
                     for m in self._targets.get(node, ())
                     if m in members
                 ]
@@ -198,13 +194,13 @@ def _node(rank: int) -> str:
     return f"node{rank // RANKS_PER_NODE}"
 
 
-def measure(model: str, ranks: int, *, keeps_parts: bool = True) -> dict[str, Any]:
-    """Return what each change of a fleet costs its coordinator."""
+def measure(model: str, ranks: int) -> dict[str, Any]:
+    """Return the coordinator's cost of each change of a fleet."""
     case = models.case(model, ranks)
     received = registrations(case)
     pools = list(dict.fromkeys(pool for _, pool, _, _ in received.ranks))
     found: dict[str, Any] = {}
-    fleet = Fleet(received, keeps_parts=keeps_parts)
+    fleet = Fleet(received)
     version = 1
 
     def step(name: str, change: Any) -> None:
@@ -231,14 +227,13 @@ def measure(model: str, ranks: int, *, keeps_parts: bool = True) -> dict[str, An
     step("the last replica joins", lambda: fleet.join(pools[-1]))
     step("a replica in the middle leaves", lambda: fleet.leave(middle))
     step("it returns", lambda: fleet.join(middle))
-    # by name, as ranks are numbered and take turns: nobody else's rank or turn changes
+    # last by name, because ranks are numbered by name: the numbers of all other ranks remain
     step("the last replica by name leaves", lambda: fleet.leave(max(pools[1:])))
     return {
         "model": model,
         "ranks": ranks,
         "layouts": case.describe(),
         "replica_ranks": world_size(case.engine),
-        "keeps_parts": keeps_parts,
         "calibration_s": machine.calibrate(),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "changes": found,
@@ -246,6 +241,5 @@ def measure(model: str, ranks: int, *, keeps_parts: bool = True) -> dict[str, An
 
 
 if __name__ == "__main__":
-    whole = "--whole" in sys.argv
-    name, count = [argument for argument in sys.argv[1:] if argument != "--whole"]
-    print(json.dumps(measure(name, int(count), keeps_parts=not whole), indent=1))
+    name, count = sys.argv[1:]
+    print(json.dumps(measure(name, int(count)), indent=1))

@@ -1,7 +1,7 @@
-"""How well `refitctl simulate` predicts: swaps over a rate-limited cable here, and what others have published.
+"""Test the predictions of `refitctl simulate`: against swaps over a rate-limited cable, and against published results.
 
-Nothing is fitted. The measured swaps are predicted from the cable's rate, and from what the machine itself needs: swaps
-over the same cable before its rate is limited. The published ones are predicted from data sheets.
+No parameter is fitted. Measured swaps are predicted from the rate of the cable and from the machine's own times, which
+are measured over the cable before its rate is limited. Published results are predicted from data sheets.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from typing import Any
 from msgspec.structs import replace
 
 from benchmarks import machine
-from refitd.offline import ModelSpec, load_model, read, rosters_of
-from refitd.offline.clusters import ClusterSpeeds, load_cluster
+from refitd.clusters import ClusterSpeeds, load_cluster
+from refitd.offline.files import load_model, read
+from refitd.offline.layouts import ModelSpec
+from refitd.offline.rosters import rosters_of
 from refitd.plan.build import plan_copies
 from refitd.protocol.reports import SwapReport
-from refitd.simulate.predict import FanOut, Simulation
+from refitd.simulate import FanOut, Simulation
 
 RESULTS = Path(__file__).parent / "results"
 CONFIGS = Path(__file__).parent.parent / "configs"
 PORT = 7441
 
-# A cable of the measured swaps: what tbf counts of a frame that veth hands over is nearly all payload.
+# The cable of the measured swaps. Nearly all bytes that tbf counts of a frame from veth are payload.
 RATES_MBIT = (200, 400, 1000)
 ROWS = 25_000  # of 1,000 bfloat16: 50 MB
 ROUNDS = 5
@@ -36,12 +38,12 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class Published:
-    """A refit that others have measured.
+    """A refit that was measured and published elsewhere.
 
     Attributes:
-        seconds: what they say.
-        assumed: what they do not say, and is assumed here.
-        fp8: every tensor crosses with one byte an element.
+        seconds: the published results.
+        assumed: our assumptions for figures that are not published.
+        fp8: every tensor crosses with one byte per element.
         collocated: both sides are on the same GPUs.
     """
 
@@ -52,7 +54,7 @@ class Published:
     cluster: str
     seconds: str
     assumed: str
-    engine_model: str = ""  # whose tensors the engines hold; by default those of `model`
+    engine_model: str = ""  # the model of the engines' tensors; by default `model`
     fp8: bool = False
     collocated: bool = False
 
@@ -131,7 +133,7 @@ PUBLISHED = (
 
 
 def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
-    """Predict the published refits and measure swaps here; keep the figures unless it was quick."""
+    """Predict the published refits and measure swaps here; store the figures unless `quick`."""
     results: dict[str, Any] = {"machine": machine.describe(), "published": [], "measured": []}
     for case in PUBLISHED:
         results["published"].append(_published(case))
@@ -247,7 +249,7 @@ def _fleet() -> Iterator[tuple[Any, Any, Any]]:
         stack.enter_context(Engine(target))
 
         def publish(version: int) -> None:
-            full["w"].random_(-100, 100)  # deltas would be as long as the whole
+            full["w"].random_(-100, 100)  # deltas would be as long as full versions
             source.publish(version)
 
         def swap(version: int) -> SwapReport:
@@ -278,7 +280,7 @@ def _markdown(results: dict[str, Any]) -> str:
     lines = [
         "# How well `refitctl simulate` predicts",
         "",
-        "By `scripts/bench simulate`. Nothing is fitted.",
+        "By `scripts/bench simulate`. No parameter is fitted.",
         "",
         "## Swaps measured here, over a cable of limited rate between two network namespaces",
         "",

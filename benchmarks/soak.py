@@ -1,7 +1,7 @@
-"""The long run: swaps without a pause while processes are killed and stopped at random, and engines check every read.
+"""The long run: swap continuously while processes are killed and stopped at random, and engines check every read.
 
-Nothing here is timed. It counts what must not be there: torn reads, replicas that serve what was never decided, swaps
-that neither succeed nor fail, clusters that do not recover, and what is left at the end.
+No time is measured. It counts errors: torn reads, replicas that serve undecided versions, swaps that neither succeed
+nor fail, clusters that do not recover, and state that is left at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 import refitd
 from benchmarks import machine
 from benchmarks.chaos import Chaos
-from refitd.testing import leaks
+from refitd.protocol.reports import StatusReport
+from refitd.testing import processes
 from tests.support.breakable import BreakableCluster
 from tests.support.breakable_member import MODEL
 
@@ -38,7 +39,7 @@ FAMILIES = {"joint": "n0", "files": "n1"}  # and the node of each
 RANKS = 2  # of the trainer and of every replica
 DEADLINES = {"plan_s": 20.0, "stage_s": 8.0, "commit_s": 5.0, "pause_s": 5.0}
 SWAP_S = 25.0
-# A swap ends within SWAP_S, or 5 s after its decision, and its client is told at once.
+# A swap ends within SWAP_S, or 5 s after its decision, and its client learns it immediately.
 HANG_S = 60.0
 RECOVERY_S = 60.0
 PUBLISH_S = 30.0
@@ -58,14 +59,14 @@ class Soak:
         self._served: set[tuple[str, int]] = set()
         self._published = -1
         self._closed: set[str] = set()
-        self._live = (0.0, -1)  # when the newest version was known to be committed everywhere, and which that is
-        self._decided: set[int] = set()  # versions, by journals that are gone
+        self._live = (0.0, -1)  # (time at which the newest version was known to be committed everywhere, that version)
+        self._decided: set[int] = set()  # versions, according to journals that were lost and rows that were pruned
         self._stale: set[tuple[str, int]] = set()
         self.families: dict[str, Counter[str]] = {name: Counter() for name in cluster.families}
         self._families_now: dict[str, dict[str, int]] = {}
 
     def listen(self) -> None:
-        """Take in what members have said."""
+        """Read the members' answers."""
         while not self._cluster.events.empty():
             _, name, event = self._cluster.events.get()
             match event["event"]:
@@ -80,18 +81,20 @@ class Soak:
                     now = (event["reads"], event["nothing"], event["torn"], event["exchanges"])
                     before = self._reads.get(name, (0, 0, 0, 0))
                     if now[0] + now[1] < before[0] + before[1]:
-                        before = (0, 0, 0, 0)  # another process of that name
+                        before = (0, 0, 0, 0)  # a new process with this name
                     self._totals = [t + n - b for t, n, b in zip(self._totals, now, before, strict=True)]
                     self._reads[name] = now
                 case "published":
                     self._published = event["version"]
                 case "family":
                     self._count_family(name, event["counts"])
+                case "unwithdrawn":
+                    self.problems.append(f"{name} could not withdraw its source: {event['reason']}")
                 case "closed":
                     self._closed.add(name)
 
     def _count_family(self, name: str, counts: dict[str, int]) -> None:
-        """Add a family's counts, which begin again with each process of it."""
+        """Add a family's counts; each new process starts counting at zero."""
         before = self._families_now.get(name, {})
         if any(counts.get(what, 0) < count for what, count in before.items()):
             before = {}
@@ -100,7 +103,7 @@ class Soak:
         self._families_now[name] = counts
 
     def _look_for_old(self, name: str, event: dict[str, Any]) -> None:
-        """Once a swap has ended as committed, nobody serves an older version, whether it took part or not."""
+        """Record replicas that serve an older version after a swap committed, even if they took no part in it."""
         since, live = self._live
         oldest = event["oldest"]
         if oldest is not None and oldest < live and event["looked"] > since and (name, oldest) not in self._stale:
@@ -152,7 +155,7 @@ class Soak:
             time.sleep(0.02)
 
     def close_members(self) -> None:
-        """Have all members leave in order."""
+        """Have all members leave by closing their clients."""
         self._closed.clear()
         members = (*self._cluster.families.values(), *self._cluster.engines.values(), self._cluster.trainer)
         for member in members:
@@ -161,21 +164,24 @@ class Soak:
         while len(self._closed) < len(members) and time.monotonic() < until:
             self.listen()
             time.sleep(0.05)
+        if missing := {member.name for member in members} - self._closed:
+            self.problems.append(f"members did not close within 60 s: {', '.join(sorted(missing))}")
 
     def keep_journal(self) -> None:
-        """Note what was decided by a journal that is about to be lost."""
+        """Store the decisions of a journal that is about to be lost, or whose old rows are about to be pruned."""
         self._decided |= {version for version, state in self._rows() if state != "aborted"}
 
     def _rows(self) -> list[tuple[int, str]]:
         try:
             with sqlite3.connect(self._cluster.journal) as journal:
-                rows: list[tuple[int, str]] = journal.execute("SELECT version, state FROM swaps").fetchall()
-        except sqlite3.Error:  # it was lost a moment ago, and its coordinator killed before it made another
+                found = journal.execute("SELECT version, state FROM swaps WHERE model = ?", (MODEL,))
+                rows: list[tuple[int, str]] = found.fetchall()
+        except sqlite3.Error:  # the journal was just lost, and its coordinator was killed before it made a new one
             rows = []
         return rows
 
     def check_journal(self) -> None:
-        """What was served must have been decided."""
+        """Check that every served version was decided."""
         rows = self._rows()
         decided = self._decided | {version for version, state in rows if state != "aborted"}
         self.counts["swaps in the journal"] = len(rows)
@@ -188,14 +194,14 @@ class Soak:
 
     @property
     def totals(self) -> dict[str, int]:
-        """Reads by what was found."""
+        """Reads by result."""
         return dict(zip(("reads", "served nothing", "torn", "exchanges"), self._totals, strict=True))
 
 
 def run(
     json_output: bool, quick: bool = False, minutes: float | None = None, seed: int | None = None
 ) -> dict[str, Any]:
-    """Run for so many minutes (10, or half a one when quick); what was found is kept unless it was quick."""
+    """Run for `minutes` (default 10, or 0.5 if `quick`); store the results unless `quick`."""
     minutes = (0.5 if quick else 10.0) if minutes is None else minutes
     seed = int(time.time()) if seed is None else seed
     started = time.monotonic()
@@ -205,13 +211,16 @@ def run(
     soak = Soak(cluster)
     try:
         chaos = _break(cluster, soak, started + 60 * minutes, seed)
-        before = {name: leaks.descriptors(daemon.pid).total() for name, daemon in cluster.daemons.items()}
+        before = {name: processes.descriptors(daemon.pid).total() for name, daemon in cluster.daemons.items()}
+        for name in FAMILIES:
+            if not soak.families[name]["committed"]:
+                soak.problems.append(f"the {name} family has committed nothing; see its log in {cluster.folder}")
         soak.close_members()
         left = _leaks(cluster, before)
         left += cluster.stop()
         soak.check_journal()
     finally:
-        if soak.problems or sys.exc_info()[0] is not None:
+        if soak.problems or left or sys.exc_info()[0] is not None:
             _note(f"logs are in {cluster.folder}")
             cluster.kill()
         else:
@@ -244,7 +253,7 @@ def run(
 
 
 def _break(cluster: BreakableCluster, soak: Soak, until: float, seed: int) -> Chaos:
-    """Swap and break until the time is over, then mend everything and have all replicas serve one version."""
+    """Swap and inject faults until the time is over, then repair all and have all replicas serve one version."""
     version, live, told = 0, -1, time.monotonic()
     broken_at = 0.0
     with Chaos(cluster, seed, FLIPPING, soak.keep_journal) as chaos:
@@ -266,6 +275,7 @@ def _break(cluster: BreakableCluster, soak: Soak, until: float, seed: int) -> Ch
                 break
             if time.monotonic() - told > 10:
                 told = time.monotonic()
+                soak.keep_journal()
                 faults = sum(chaos.faults.values())
                 _note(f"  {max(0, until - told):.0f} s left: {dict(soak.counts)}, {faults} faults, {soak.totals}")
     end = time.monotonic() + RECOVERY_S
@@ -281,22 +291,33 @@ def _break(cluster: BreakableCluster, soak: Soak, until: float, seed: int) -> Ch
 
 
 def _leaks(cluster: BreakableCluster, before: dict[str, int]) -> list[str]:
-    """Return what daemons still have once everybody has left."""
+    """Return the state that daemons still hold after all clients have left."""
     found: list[str] = []
     until = time.monotonic() + 20
     while time.monotonic() < until:
         found = []
         with cluster.daemons["n1"].connect("soak", 5) as client:
-            for node in client.status().nodes:
+            status = client.status()
+            for node in status.nodes:
                 if node.arenas:
-                    found.append(f"{node.node}: {node.arenas} arenas, {node.arena_bytes} bytes")
+                    found.append(f"{node.node}: {node.arenas} arenas, {node.arena_bytes} bytes; {_registered(status)}")
         for name, daemon in cluster.daemons.items():
-            if (now := leaks.descriptors(daemon.pid).total()) > before[name]:
+            if (now := processes.descriptors(daemon.pid).total()) > before[name]:
                 found.append(f"{name}: {now} descriptors, with members there were {before[name]}")
         if not found:
             break
         time.sleep(0.5)
     return found
+
+
+def _registered(status: StatusReport) -> str:
+    """Name the ranks that are still registered."""
+    found = [
+        f"{model.model} {getattr(rank, 'replica', 'source')}:{rank.rank} on {rank.node}, pid {rank.pid}"
+        for model in status.models
+        for rank in (*model.sources, *model.targets)
+    ]
+    return f"still registered: {', '.join(found) or 'no rank'}"
 
 
 def _markdown(found: dict[str, Any]) -> str:
@@ -305,8 +326,8 @@ def _markdown(found: dict[str, Any]) -> str:
         "# The long run: random faults during continuous swaps",
         "",
         f"{about['cpu']}, {about['cores']} cores, Linux {about['kernel']}, Python {about['python']}. A coordinator,",
-        "three daemons, a trainer of two ranks and seven replicas of two ranks (private tensors; arenas that workers",
-        "copy to; asked to pause; with a callback that tries old commits again; one that leaves right after a commit",
+        "three daemons, a trainer of two ranks and seven replicas of two ranks (private tensors; arenas that it",
+        "copies to; asked to pause; with a callback that tries old commits again; one that leaves right after a commit",
         "and comes back; two that exchange their arenas, polling and asked to pause), and two families: a policy and",
         "its draft, swapped by joint decisions, with float32 and bfloat16 tensors of one cast source; versions",
         "published from a checkpoint folder that is replaced during the read. All run on one machine, bytes between",

@@ -1,8 +1,8 @@
-"""How fast a swap is: real daemon, real client processes, peers interleaved in the same rounds.
+"""Measure a swap with a real daemon and real client processes, beside other methods in the same rounds.
 
-Every way moves the same bytes from the source's ranks into the target's, in turn, round by round: memcpy (one thread,
-between prefaulted shared mappings: the unit), refitd (publish, stage with every byte compared, commit), raw gloo,
-torch.distributed.checkpoint, and gather + broadcast + slice.
+Every method moves equal bytes from the source's ranks to the target's. The methods take turns within each round: memcpy
+(one thread, between prefaulted shared mappings: the unit), refitd (publish, stage with every byte compared, commit),
+raw gloo, torch.distributed.checkpoint, and gather + broadcast + slice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TP2, TP4 = Layout("tp", 2), Layout("tp", 4)
 
 
 def cases(quick: bool = False) -> list[list[Case]]:
-    """Return what is measured; the rounds of cases in one list are interleaved."""
+    """Return the cases to measure; the rounds of cases in one list are interleaved."""
     model = tuple(llama_like(2, 1024, 3584) if quick else llama_like(9, 2048, 7168))
     large = tuple(llama_like(2, 1024, 3584) if quick else llama_like(9, 4096, 14336))
     count = 200 if quick else 1000
@@ -63,12 +63,12 @@ def cases(quick: bool = False) -> list[list[Case]]:
 
 
 def run(json_output: bool, quick: bool = False, only: str = "*") -> dict[str, Any]:
-    """Measure what `only` matches and return the figures.
+    """Measure the cases that `only` matches and return the figures.
 
-    They are kept in benchmarks/results unless it was quick; figures of cases that are left out stay as they are there.
+    Unless `quick`, the figures are stored in benchmarks/results, where figures of skipped cases stay unchanged.
 
     Raises:
-        NotComparable: no case matches `only`, or the figures that would stay are another machine's.
+        NotComparable: no case matches `only`, or the stored figures are from another machine.
     """
     groups = cases(quick)
     names = [*(case.name for group in groups for case in group), SMALL]
@@ -119,7 +119,7 @@ def _kept() -> dict[str, Any]:
 
 
 def _measure(group: Sequence[Case]) -> list[dict[str, Any]]:
-    """Return the figures of each case, with its rounds, or why it was left out."""
+    """Return the figures of each case with its rounds, or the reason why it was skipped."""
     figures: list[dict[str, Any]] = [
         {"name": case.name, "bytes": case.nbytes, "tensors": len(case.model)} for case in group
     ]
@@ -154,7 +154,7 @@ def _measure(group: Sequence[Case]) -> list[dict[str, Any]]:
 
 
 def _missing(case: Case) -> str:
-    """Return what the case's service lacks here, "" for nothing."""
+    """Return the missing dependency of the case's service, or ""."""
     if case.nodes == 1:
         return ""
     try:
@@ -172,7 +172,7 @@ def _rounds(cases: Sequence[RunningCase], figures: Sequence[dict[str, Any]], use
             took = running.round(max(number, 0), unit, used.look)
             if number >= 0:
                 found.setdefault("rounds", []).append(took)
-            else:  # to warm up: it plans, addresses and loads
+            else:  # the first swap warms up: it plans, addresses and loads
                 found["first_swap_s"] = took["swap"]
         _note(f"  round {number + 1}/{cases[0].case.rounds}" + (" (warm-up)" if number < 0 else ""))
     for running, found in zip(cases, figures, strict=True):
@@ -180,7 +180,7 @@ def _rounds(cases: Sequence[RunningCase], figures: Sequence[dict[str, Any]], use
 
 
 def _ratio(many: dict[str, Any], few: dict[str, Any]) -> dict[str, Any]:
-    """Return how much longer a swap of the first case takes than one of the second, round by round."""
+    """Return the ratio of swap times of the first case to the second, per round."""
     pairs = zip(many["rounds"], few["rounds"], strict=True)
     return {
         "name": f"A swap of {many['tensors']} tensors takes, against {few['tensors']} tensors of the same bytes",
@@ -189,17 +189,17 @@ def _ratio(many: dict[str, Any], few: dict[str, Any]) -> dict[str, Any]:
 
 
 def _verification(checked: dict[str, Any], bare: dict[str, Any]) -> dict[str, Any]:
-    """Return how much longer a swap takes that compares every byte it stages than one that does not, round by round."""
+    """Return the ratio of swap times with verification (every staged byte is compared) to without, per round."""
     pairs = zip(checked["rounds"], bare["rounds"], strict=True)
     return {
         "name": "A verified swap takes, against one that is not",
-        # they were taken one right after the other: nearer than to any memcpy
+        # divided by each other, not by memcpy: the two were measured one right after the other
         "ratio": statistics.median(a["swap"] / b["swap"] for a, b in pairs),
     }
 
 
 def _between_nodes(case: Case, found: dict[str, Any]) -> dict[str, Any] | None:
-    """Return how much longer verified staging between daemons takes than raw gloo, round by round."""
+    """Return the ratio of times of verified staging between daemons to raw gloo, per round."""
     if "rounds" not in found:
         return None
     return {

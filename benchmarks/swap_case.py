@@ -21,12 +21,12 @@ CHECKPOINT = "checkpoint"
 PEERS = ("direct", "gather")  # methods of swap_member.Member
 SLOW = ("gather", CHECKPOINT)
 SLOW_ROUNDS = 3
-PROCESS_BYTES = 300 << 20  # what torch takes in each member process
+PROCESS_BYTES = 300 << 20  # memory of torch in each member process
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its two layouts, and what moves it."""
+    """A model, its two layouts, and the service that moves it."""
 
     name: str
     model: tuple[Tensor, ...]
@@ -35,27 +35,27 @@ class Case:
     ways: tuple[str, ...]
     rounds: int
     nodes: int = 1  # 2: sources on one, targets on the other
-    verify: bool = True  # as in the configuration of the model
+    verify: bool = True  # `verify` in the configuration of the model
     service: str = "gloo"  # between two nodes
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are written to the targets."""
+        """The bytes that are written to the targets."""
         ranks = range(self.target.world)
         return sum(ELEMENT_BYTES * prod(s.shape) for rank in ranks for s in held(self.model, self.target, rank))
 
     @property
     def needed_bytes(self) -> int:
-        """Memory that the case takes: trainers' tensors, snapshots, staging, engines' tensors, a checkpoint."""
+        """The memory that the case needs: trainers' tensors, snapshots, staging, engines' tensors, a checkpoint."""
         held_bytes = 4 * self.nbytes + (2 * self.nbytes if CHECKPOINT in self.ways else 0)
         return held_bytes + PROCESS_BYTES * (self.source.world + self.target.world)
 
 
 class RunningCase:
-    """The processes of one case; peers move the same bytes between the same processes.
+    """The processes of one case; the baselines move equal bytes between these processes.
 
-    Sources are clients of the first daemon, targets of the second; on one node they are one. Closing the running ends
-    its daemons.
+    Sources are clients of the first daemon, targets of the second; on one node both are the same daemon. `close`
+    ends the daemons.
     """
 
     def __init__(self, case: Case, daemons: Sequence[Daemon], slots: int = 1) -> None:
@@ -107,7 +107,7 @@ class RunningCase:
         took = self.swap()
         look()
         if self.case.verify:
-            took |= self.verify()  # also so that no digest is taken while others are measured
+            took |= self.verify()  # this also keeps digests out of other measurements
         units.append(unit.seconds(self.case.nbytes))
         for way in self.case.ways:
             if way == REFITD or (way in SLOW and number >= SLOW_ROUNDS):
@@ -124,7 +124,7 @@ class RunningCase:
     def swap(self, *, is_awaited: bool = False) -> dict[str, float]:
         """Publish the next version and swap to it; return seconds by phase.
 
-        With `is_awaited` the targets are waiting already, and are not asked how long they stood still.
+        With `is_awaited` the targets are waiting already, and are not asked how long they paused.
         """
         self._version += 1
         for process in self.sources:
@@ -141,10 +141,10 @@ class RunningCase:
         return took
 
     def verify(self) -> dict[str, float]:
-        """Check what is live; return seconds. The version's digests are waited for first, outside that time.
+        """Verify the live version and return the seconds, without the wait for the version's digests.
 
         Raises:
-            RuntimeError: it is not proven.
+            RuntimeError: the version is not proven.
         """
         report = self._client.verify("bench", timeout=120)
         started = time.perf_counter()
@@ -158,7 +158,7 @@ class RunningCase:
         return max(anonymous_bytes(pid) for node in self._client.status().nodes for pid in node.workers)
 
     def _all(self, do: str, **arguments: Any) -> float:
-        """Have every process do the same; return how long the slowest took."""
+        """Have every process do one step; return the duration of the slowest."""
         for process in self._processes:
             process.ask(do, **arguments)
         return max(float(process.answer().get("seconds", 0.0)) for process in self._processes)
@@ -175,24 +175,24 @@ class RunningCase:
 
 
 class Watermark:
-    """The least memory available since the start, as the kernel estimates it."""
+    """The minimum of the available memory since the start, as the kernel estimates it."""
 
     def __init__(self) -> None:
         self._before = self._least = available_bytes()
 
     def look(self) -> None:
-        """Take note of what is available now."""
+        """Record the available memory."""
         self._least = min(self._least, available_bytes())
 
     @property
     def used_bytes(self) -> int:
-        """The most that was in use beyond what was in use at the start."""
+        """The peak memory use beyond the use at the start."""
         return self._before - self._least
 
 
 @contextlib.contextmanager
 def _shared_directory() -> Iterator[str]:
-    """A directory in shared memory; what is in it goes when the context ends."""
+    """Yield a directory in shared memory; it is removed when the context ends."""
     directory = tempfile.mkdtemp(prefix="rfb", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
     try:
         yield directory

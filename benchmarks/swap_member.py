@@ -1,4 +1,4 @@
-"""One process of the swap benchmark: a trainer or engine rank driven over stdin."""
+"""Run one process of the swap benchmark: a trainer or engine rank driven over stdin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALIGNMENT = 64  # elements
 
 
 class Member:
-    """A rank of the trainer or of an engine through refitd, and of the gloo world that peers use."""
+    """A rank of the trainer or of an engine in refitd, and a rank of the gloo world of the baselines."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         torch.set_num_threads(1)
@@ -44,24 +44,24 @@ class Member:
             self._engine = self._client.register_target(MODEL, self._shard, replica="engine", **options)
 
     def publish(self, version: int) -> dict[str, Any]:
-        """Publish the shard; tell how long the trainer waited."""
+        """Publish the shard; return how long the trainer waited."""
         started = time.perf_counter()
         self._trainer.publish(version, timeout=120)
         return {"seconds": time.perf_counter() - started}
 
     def wait(self, version: int) -> dict[str, Any]:
-        """Take a version over; tell how long the engine stood still."""
+        """Commit a version; return how long the engine paused."""
         self._engine.wait(version, timeout=120)
         return {"paused_s": self._engine.last_pause_s}
 
     def wait_until(self, version: int) -> dict[str, Any]:
-        """Take over whatever comes until `version` has."""
+        """Commit every version up to `version`."""
         while (self._engine.version or 0) < version:
             self._engine.wait((self._engine.version or 0) + 1, timeout=120)
         return {}
 
     def gloo(self, store: str) -> dict[str, Any]:
-        """Join the world of the peers."""
+        """Join the gloo world of the baselines."""
         size = self._source.world + self._target.world
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=self._rank, world_size=size)
         self._peers = Peers(self._tensors, self._source, self._target, self._rank, self._shard)
@@ -83,8 +83,8 @@ class Member:
 def _shard(tensors: list[Tensor], layout: Layout, rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return a rank's shard full of noise, and its tensors, which are views of it.
 
-    The noise differs between ranks, except in tensors that a rank holds whole: all ranks hold these, and replicas of
-    one tensor must be equal.
+    The noise differs between ranks, except in replicated tensors: all ranks hold them, and their replicas must be
+    equal.
     """
     shards = held(tensors, layout, rank)
     sizes = [-(-prod(shard.shape) // ALIGNMENT) * ALIGNMENT for shard in shards]
@@ -106,7 +106,7 @@ def _noise(seed: int) -> torch.Tensor:
 
 
 def main() -> None:
-    """Serve commands: one JSON object a line in, one a line out."""
+    """Serve commands: read one JSON object per line, and answer with one per line."""
     member: Member | None = None
     for line in sys.stdin:
         command = json.loads(line)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 
 import refitd
-from refitd.describe.roster import Roster
+from refitd.describe.metadata import Roster
 from refitd.plan.build import plan_copies
 
 ELEMENT_BYTES = 2  # everything is bf16
@@ -15,13 +15,13 @@ ELEMENT_BYTES = 2  # everything is bf16
 
 @dataclass(frozen=True)
 class Tensor:
-    """One canonical tensor: its whole shape and the dimension that tensor parallelism splits."""
+    """One canonical tensor: its full shape and the dimension that tensor parallelism splits."""
 
     name: str
     shape: tuple[int, ...]
     dim: int | None
     layer: int
-    is_gated: bool = False  # two halves, gate and up, which tensor parallelism splits each on its own
+    is_gated: bool = False  # two halves, gate and up, which tensor parallelism splits separately
 
     def as_json(self) -> dict[str, object]:
         """Return it as plain values."""
@@ -29,7 +29,7 @@ class Tensor:
 
     @classmethod
     def from_json(cls, values: dict[str, object]) -> Tensor:
-        """Undo `as_json`, and what JSON has made of it."""
+        """Return a tensor from the values of `as_json` after a round trip through JSON."""
         shape = values["shape"]
         assert isinstance(shape, list)
         return cls(**{**values, "shape": tuple(shape)})  # type: ignore[arg-type]
@@ -39,8 +39,8 @@ class Tensor:
 class Layout:
     """How a model is cut over `world` ranks.
 
-    `kind` is "tp" (tensors), "pp" (layers) or "fsdp": every tensor along dimension 0, as torch.chunk cuts it, so that
-    shards differ in size where the ranks do not divide it.
+    `kind` is "tp" (tensors), "pp" (layers) or "fsdp": every tensor along dimension 0, as torch.chunk cuts it. If the
+    ranks do not divide the dimension, the shards differ in size.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank holds of a tensor: the spans (start, stop) along `dim`, one after the other."""
+    """One rank's shard of a tensor: the spans (start, stop) along `dim`, in order."""
 
     tensor: Tensor
     dim: int
@@ -79,7 +79,7 @@ def llama_like(layers: int, hidden: int, ffn: int) -> list[Tensor]:
 
 
 def experts(count: int, rows: int, columns: int, stacked: int = 1) -> list[Tensor]:
-    """Return fc1 and fc2 of `count` experts; `stacked` of them make up one tensor each."""
+    """Return fc1 and fc2 of `count` experts; each tensor stacks `stacked` experts."""
     shape = (rows * stacked, columns)
     return [
         Tensor(f"experts.{expert}.fc{1 + dim}.weight", shape, dim, expert)
@@ -89,7 +89,7 @@ def experts(count: int, rows: int, columns: int, stacked: int = 1) -> list[Tenso
 
 
 def held(tensors: Sequence[Tensor], layout: Layout, rank: int) -> list[Shard]:
-    """Return what a rank holds, in the order of the model."""
+    """Return the shards of a rank, in the order of the model."""
     layers = 1 + max(tensor.layer for tensor in tensors)
     stage = range(rank * layers // layout.world, (rank + 1) * layers // layout.world)
     found = []
@@ -114,7 +114,7 @@ def _tensor_parallel(tensor: Tensor, dim: int, world: int, rank: int) -> Iterato
 
 
 def describe(tensors: Sequence[Tensor], layout: Layout, rank: int, first: int = 0) -> list[refitd.ParameterMetadata]:
-    """Return the metadata of what a rank holds; `first` is the number of the layout's rank 0."""
+    """Return the metadata of a rank's shards; `first` is the number of the layout's rank 0."""
     ranks = list(range(first, first + layout.world))
     return [_metadata(shard, layout, ranks, first + rank) for shard in held(tensors, layout, rank)]
 

@@ -12,7 +12,7 @@ from benchmarks.swap_model import Layout, Shard, Tensor, held
 
 
 class Peers:
-    """One rank's part in all of them: the sources are the first ranks of the world, the targets follow."""
+    """One rank of all baselines: the sources are the first ranks of the world, the targets follow."""
 
     def __init__(
         self, tensors: Sequence[Tensor], source: Layout, target: Layout, rank: int, local: dict[str, torch.Tensor]
@@ -28,14 +28,14 @@ class Peers:
     def direct(self, flat: torch.Tensor, pairs: Sequence[tuple[int, int, int]]) -> float:
         """Raw gloo: one message and one buffer for each pair of ranks, neither packed nor unpacked.
 
-        `flat` is this rank's whole shard; the buffers are parts of it, long since touched. `pairs` are (source rank,
+        `flat` is this rank's full shard; the buffers are sections of it, already touched. `pairs` are (source rank,
         target rank, elements).
         """
         me = self._rank if self._is_source else self._rank - self._source.world
         mine = [(src, dst, n) for src, dst, n in pairs if (src if self._is_source else dst) == me]
         buffers, at = [], 0
         for src, dst, n in mine:
-            at = at if at + n <= len(flat) else 0  # what is replicated is sent more than once
+            at = at if at + n <= len(flat) else 0  # replicated tensors are sent more than once
             buffers.append((flat[at : at + n], self._source.world + dst if self._is_source else src))
             at += n
         started = _start()
@@ -47,7 +47,7 @@ class Peers:
         return _end(started)
 
     def gather(self) -> float:
-        """Gather each tensor whole on rank 0, broadcast it to all, slice it there."""
+        """Gather each full tensor on rank 0, broadcast it to all ranks, slice it there."""
         sources = [{s.tensor.name: s for s in held(self._tensors, self._source, r)} for r in range(self._source.world)]
         mine = {s.tensor.name: s for s in held(self._tensors, self._target, self._rank - self._source.world)}
         started = _start()
@@ -92,7 +92,7 @@ class Peers:
         return _end(started)
 
     def _state(self) -> dict[str, torch.Tensor]:
-        """Return the shard as DTensors; they cut gated tensors in one, which moves as many bytes."""
+        """Return the shard as DTensors; they cut gated tensors as one piece, which moves as many bytes."""
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Replicate
         from torch.distributed.tensor import Shard as Sharded

@@ -22,7 +22,7 @@ BLOCK_BYTES = 1 << 30
 
 
 class Process:
-    """A member process; `ask` sends a command, `answer` returns what it said."""
+    """A member process; `ask` sends a command, `answer` returns its answer."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self._popen = subprocess.Popen(
@@ -47,7 +47,7 @@ class Process:
         """Return the answer to the oldest command that has not been answered.
 
         Raises:
-            TimeoutError: there is none within ANSWER_S.
+            TimeoutError: no answer within ANSWER_S.
             RuntimeError: the command failed, or the process has died.
         """
         assert self._popen.stdout is not None
@@ -68,13 +68,13 @@ class Process:
 
 
 def daemon(config: str = "", **options: Any) -> Daemon:
-    """Start a daemon as it is configured by default, with two workers; `options` are those of Daemon."""
+    """Start a daemon with the default configuration and two workers; `options` are passed to Daemon."""
     environment = {"REFITD_LOG__LEVEL": "warning", **options.pop("environment", {})}
     return Daemon(config, workers=2, environment=environment, **options).start()
 
 
 def daemons(nodes: int, *, verify: bool = True, service: str = "gloo") -> list[Daemon]:
-    """Start a daemon with a coordinator and, for two nodes, another that has joined it; the rest as a case says."""
+    """Start a daemon with a coordinator and, for two nodes, a second daemon that joins it; options as in a case."""
     transport = f'[transport]\nservice = "{service}"\n'
     first = daemon(f"{transport}[models.bench]\nverify = {str(verify).lower()}\n")
     if nodes == 1:
@@ -97,7 +97,7 @@ class Memcpy:
         self._block = block_bytes
 
     def seconds(self, nbytes: int) -> float:
-        """Return how long copying `nbytes` takes now."""
+        """Return the seconds that copying `nbytes` takes now."""
         started = time.perf_counter()
         for first in range(0, nbytes, self._block):
             size = min(self._block, nbytes - first)
@@ -106,7 +106,7 @@ class Memcpy:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Return the memory of a process that is its own: neither files nor arenas."""
+    """Return the private memory of a process: neither files nor arenas."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -114,5 +114,5 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def available_bytes() -> int:
-    """Return the memory that can still be had, under the tightest limit."""
+    """Return the memory left under the tightest limit."""
     return memory_limits()[0].left

@@ -23,7 +23,7 @@ COLUMNS = ("way", "rounds", "median s", "GB/s", "memcpys", "least", "most")
 
 
 def summary(rounds: Sequence[dict[str, float]], nbytes: int) -> dict[str, dict[str, float]]:
-    """Return, by way, the median time and the time in memcpys of the same round; a round may leave ways out."""
+    """Return, by way, the median time and the time in memcpys of its round; a round may skip ways."""
     found = {}
     for way in [way for way in WAYS if any(way in took for took in rounds)]:
         seconds = [took[way] for took in rounds if way in took]

@@ -1,4 +1,4 @@
-"""How long a swap takes where there is next to nothing to copy: a model of 1 MB, swapped again and again."""
+"""Measure the fixed time of a swap: a model of 1 MB, swapped repeatedly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WARM_UP = 10
 
 
 def measure(swaps: int) -> dict[str, Any]:
-    """Swap so often; return milliseconds from the request to the last engine's word."""
+    """Swap `swaps` times; return milliseconds from the request to the last engine's answer."""
     model = tuple(Tensor(f"layers.{i}.weight", (128, 512), 0, i) for i in range(8))
     case = Case("1 MB", model, Layout("tp", 1), Layout("tp", 2), (REFITD,), swaps)
     running = RunningCase(case, [daemon()], slots=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-# Nothing here computes with BLAS. Without this, numpy starts a thread for each processor in every process of the node.
+# refitd does not use BLAS. Without this, numpy starts a thread for each processor in every process of the node.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import click
@@ -13,7 +13,7 @@ from refitd_cli.group import Commands
 
 COMMANDS = {
     "serve": "refitd_cli.commands.serve:serve",
-    "coordinator": "refitd_cli.commands.coordinator:coordinator",
+    "coordinator": "refitd_cli.commands.serve:coordinator",
 }
 
 

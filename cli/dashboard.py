@@ -14,8 +14,7 @@ from refitd.states import ServingState
 from refitd_cli import html
 from refitd_cli.opened import PLAN, RUNNING, TRACE, Opened
 from refitd_cli.output import counted, duration, size, version, versions
-from refitd_cli.rollup import problem_lines
-from refitd_cli.view import drained_lines
+from refitd_cli.view import drained_lines, problem_lines
 
 # Limit on the rows of one table; further rows are counted.
 MAX_ROWS = 200
@@ -57,7 +56,7 @@ details { margin: .3rem 0; } summary { cursor: pointer; overflow-wrap: anywhere;
 }
 """
 
-# What has not changed is left alone, so that what is open stays so, and is scrolled and selected as before.
+# Unchanged elements are not replaced: they stay open, scrolled and selected.
 _SCRIPT = f"""
 const main = document.querySelector("main"), late = document.querySelector("#late");
 let texts = [];
@@ -111,7 +110,7 @@ _SHELL = """<!doctype html>
 
 
 def _allowed(text: str) -> str:
-    """Return the word by which a Content-Security-Policy allows exactly this script or style."""
+    """Return the word that allows exactly this script or style in a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -214,7 +213,7 @@ class _ReplicaRow:
 
     @property
     def served(self) -> int | None:
-        """The lowest version of its ranks; None if one serves nothing."""
+        """The lowest version of its ranks; None if one has none."""
         found = [rank.version for rank in self.ranks]
         return None if None in found else min((v for v in found if v is not None), default=None)
 
@@ -225,7 +224,7 @@ class _ReplicaRow:
 
     @property
     def worry(self) -> tuple[int, int, str]:
-        """The sort key of replicas: those that serve nothing first, then those that lag most."""
+        """The sort key of replicas: first the ones without a version, then the ones that lag most."""
         lacking = sum(rank.state not in (ServingState.SERVING, ServingState.SUSPENDED) for rank in self.ranks)
         lacking += self.ranks[0].world_size - len(self.ranks)
         return -lacking if self.served is None else 0, -abs(self.lag) or -lacking, self.name
@@ -276,7 +275,7 @@ def _model(model: ModelStatus) -> Iterable[str]:
 
 
 def _view(model: ModelStatus) -> str:
-    """Return a text that differs when other ranks are registered, or the same ones anew."""
+    """Return a text that changes whenever ranks register or leave."""
     sources = ((one.rank, one.node, one.pid, one.tensors, one.bytes) for one in model.sources)
     targets = ((one.replica, one.rank, one.node, one.pid, one.tensors, one.bytes) for one in model.targets)
     return hashlib.sha256(repr((*sources, *targets)).encode()).hexdigest()[:16]
@@ -358,7 +357,7 @@ def _node(node: NodeStatus) -> Sequence[Cell]:
 
 
 def _width(cell: Cell) -> str:
-    """Return a class: what is short is never broken, and what is nothing is left out on a phone."""
+    """Return a class: short cells do not wrap, empty cells are hidden on narrow screens."""
     if cell.text in ("", "-"):
         return "none"
     return "short" if len(cell.text) <= SHORT else ""

@@ -1,6 +1,6 @@
 """How both programs start and end: one line and an exit status for every failure of terminal, pipes or signals.
 
-Nothing here holds for who imports `refitd_cli`, or calls its commands, from another program.
+Other programs that import `refitd_cli` or call its commands are not affected.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def program() -> str:
 
 
 def begin() -> bool:
-    """Repair descriptors, signals and the umask inherited from the caller, so that none ends in a traceback.
+    """Repair descriptors, signals and the umask inherited from the caller, to prevent tracebacks.
 
-    Return whether this process is one of the two programs; in any other, change nothing.
+    Return whether this process is one of the two programs; if not, it is not changed.
     """
     if not program():
         return False
-    for fd in range(3):  # what is closed would be given to the next file or socket that is opened
+    for fd in range(3):  # the next opened file or socket would get the number of a closed one
         try:
             os.fstat(fd)
         except OSError:
@@ -45,7 +45,7 @@ def begin() -> bool:
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  it stays open
     if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):
-        # PYTHONUNBUFFERED or -u: what a short write leaves (a full disk, a pipe) would be lost without a word
+        # PYTHONUNBUFFERED or -u: the rest of a short write (a full disk, a pipe) would be lost without an error
         fd, encoding, errors = sys.stdout.fileno(), sys.stdout.encoding, sys.stdout.errors
         sys.stdout = open(fd, "w", 1, encoding, errors, closefd=False)  # noqa: SIM115  it stays open
     os.umask(os.umask(0o077) & ~_OWNER)  # a umask under which a program can open its own files
@@ -54,11 +54,11 @@ def begin() -> bool:
 
 
 def quiet() -> None:
-    """Make Ctrl-C end the program at once with one line: during imports, and after its work."""
+    """Make Ctrl-C end the program immediately with one line: during imports, and after its work."""
     if program():
         signal.signal(signal.SIGINT, _interrupted)
         # The interpreter notes a KeyboardInterrupt that leaves an exec() of text, as every dataclass calls it, and ends
-        # by SIGINT at the end of the program, whoever has handled the exception; the next exec() forgets that.
+        # by SIGINT at the end of the program, even if the exception was handled; the next exec() resets that.
         exec("")
 
 
@@ -69,7 +69,7 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 
 def loud() -> None:
-    """Make Ctrl-C raise KeyboardInterrupt, so that commands can clean up."""
+    """Make Ctrl-C raise KeyboardInterrupt: commands can then clean up."""
     if program():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -81,7 +81,7 @@ def why(error: OSError) -> str:
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return f"{where}{text}; raise `ulimit -n`"
     if not where and error.errno == errno.EPIPE:
-        return "nobody reads its output any more"
+        return "the reader of its output has ended"
     if not where and error.errno in (errno.EAGAIN, errno.ENOSPC, errno.EBADF, errno.EIO, errno.EFBIG, errno.EDQUOT):
         return f"its output cannot be written: {text}"
     return f"{where}{text}"

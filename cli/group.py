@@ -77,9 +77,7 @@ class Commands(Listed):
         try:
             if sys.stdout is None:
                 if self._prints:
-                    _complain(
-                        f"{name}: stdout is closed, and what is printed would go nowhere; give it a file, or /dev/null"
-                    )
+                    _complain(f"{name}: stdout is closed, and the output would be lost; give it a file, or /dev/null")
                     return EXIT_FAILED
                 sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115  where `ends.begin` has led it
             found = super().main(args, name, complete_var, standalone_mode=False, **extra)

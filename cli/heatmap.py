@@ -1,22 +1,21 @@
-"""Bytes between senders and receivers as a matrix: for a terminal, and as a self-contained HTML file.
-
-Both ends are named by their own ranks. Where these are too many, those of a node become a group, then those of several.
-"""
+"""Heat maps of plans: the bytes from each sender to each receiver, as text, as a page, and on the dashboard."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 
 import numpy as np
 import numpy.typing as npt
 
-from refitd.describe.roster import Roster
+from refitd.describe.metadata import Roster
 from refitd.plan.cost import Traffic
+from refitd.protocol.reports import ModelStatus, PlanReport
 from refitd.text import printable
+from refitd_cli import html
 from refitd_cli.layouts import RankNumbers
-from refitd_cli.output import rank_ranges, size
+from refitd_cli.output import duration, rank_ranges, size
 
 TEXT_GROUPS = 12
 HTML_GROUPS = 96
@@ -86,7 +85,7 @@ def html_page(title: str, facts: Sequence[str], matrix: Matrix, sides: Sequence[
         targets=_shown(", ".join(side.name for side in sides[1:])),
         facts="".join(f"<li>{_shown(fact)}</li>" for fact in facts),
         shades=shades,
-        largest=html.escape(size(int(matrix.bytes.max(initial=0)))),
+        largest=escape(size(int(matrix.bytes.max(initial=0)))),
         body=drawing(matrix, title),
     )
 
@@ -146,12 +145,12 @@ body {{ font: 14px system-ui, sans-serif; margin: 24px; color: #222; background:
 
 
 def _opacity(share: float) -> str:
-    """Return how dark a cell is; what is little can still be seen."""
+    """Return the opacity of a cell; small values stay visible."""
     return f"{0.08 + 0.92 * share**0.6:.3f}"
 
 
 def _shown(text: str) -> str:
-    return html.escape(printable(text))
+    return escape(printable(text))
 
 
 def _short(label: str) -> str:
@@ -159,7 +158,7 @@ def _short(label: str) -> str:
 
 
 def _room(groups: Sequence[Group]) -> int:
-    """Return the pixels that labels of rows, or those of columns, take."""
+    """Return the pixels for the labels of rows or of columns."""
     return 20 + 6 * max(len(_short(group.label)) for group in groups)
 
 
@@ -208,3 +207,47 @@ def _between(nodes: Sequence[str]) -> str:
     if not known:
         return ""
     return known[0] if known[0] == known[-1] else f"{known[0]}..{known[-1]}"
+
+
+# Rows and columns of the map, and pairs in words below it.
+GROUPS = 48
+LARGEST = 5
+
+
+def plan_map(report: PlanReport, model: ModelStatus) -> str:
+    """Return the map of a plan of `model`, and its largest pairs in words."""
+    pairs = sorted(report.pairs, key=lambda pair: -pair.bytes)
+    said = f"{size(report.bytes)} in {report.copies} copies over {len(pairs)} pairs of ranks, planned in "
+    found = [
+        html.line(f"{said}{duration(report.plan_s)}: from the trainer's ranks (rows) to those of replicas (columns)")
+    ]
+    if not pairs:
+        return "\n".join([*found, html.line("no data would move", "dim")])
+    nodes = {("", one.rank): one.node for one in model.sources}
+    nodes |= {(one.replica, one.rank): one.node for one in model.targets}
+    ends = [(("", _end(pair.source)[1]), _end(pair.target)) for pair in pairs]
+    known = sorted({*nodes, *(end for pair in ends for end in pair)})  # the trainer, which has no name, is the first
+    sides: list[RankNumbers] = []
+    for name in dict.fromkeys(name for name, _ in known):
+        first = sides[-1].ranks[-1] + 1 if sides else 0
+        sides.append(RankNumbers(name or "trainer", first, tuple(first + rank for own, rank in known if own == name)))
+    firsts = dict(zip(dict.fromkeys(name for name, _ in known), (side.first for side in sides), strict=True))
+    rosters = [Roster(firsts[name] + rank, node=nodes.get((name, rank), "")) for name, rank in known]
+    moved = [
+        (firsts[src[0]] + src[1], firsts[dst[0]] + dst[1], pair.bytes, pair.copies)
+        for (src, dst), pair in zip(ends, pairs, strict=True)
+    ]
+    ints = np.array(moved, np.int64).T
+    none = np.zeros(0, np.int64)
+    matrix = matrix_of(Traffic(ints[0], ints[1], ints[2], ints[3], (), none, none), rosters, sides, GROUPS)
+    found += [f'<div class="wide">{drawing(matrix, f"plan of {report.model}")}</div>']
+    found += [html.line(f"{pair.source} to {pair.target}: {size(pair.bytes)}", "dim") for pair in pairs[:LARGEST]]
+    if len(pairs) > LARGEST:
+        found.append(html.line(f"and {len(pairs) - LARGEST} more pairs; refitctl plan MODEL lists them", "dim"))
+    return "\n".join(found)
+
+
+def _end(name: str) -> tuple[str, int]:
+    """Return replica and rank of a pair's end, such as "a rank 3"."""
+    replica, _, rank = name.rpartition(" rank ")
+    return replica, int(rank)

@@ -34,7 +34,7 @@ def words_of(found: str) -> tuple[str, ...]:
 def closed(summary: str, source: str, key: str, *, changes: bool = False) -> str:
     """Return a line that opens. The page's script then fetches from `source`, again and again if that `changes`.
 
-    What is open stays open while its `key` is on the page.
+    An open part stays open while its `key` is on the page.
     """
     again = " data-again" if changes else ""
     return (

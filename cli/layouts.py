@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 
 import click
 
-from refitd.describe.roster import Roster
-from refitd.offline import Manifest, ModelSpec, Shards, load, load_model, place, rosters_of, world_size
-from refitd.offline.clusters import ClusterSpeeds, cables_of
-from refitd.plan.cables import EQUAL
+from refitd.clusters import ClusterSpeeds, cables_of
+from refitd.describe.metadata import Roster
+from refitd.offline.files import load, load_model
+from refitd.offline.layouts import Manifest, ModelSpec, Shards, world_size
+from refitd.offline.rosters import place, rosters_of
+from refitd.plan.cost import EQUAL
 from refitd.plan.shared import GlobalPlan
 from refitd_cli.output import rank_ranges
 
@@ -31,7 +33,7 @@ class RankNumbers:
     ranks: tuple[int, ...]  # in the plan
 
     def own(self, ranks: Iterable[int]) -> str:
-        """Return those of `ranks` that are its own, by their own numbers ("0-7 of serve"); "" if none is."""
+        """Return its own ranks among `ranks`, by their own numbers ("0-7 of serve"); "" if none is."""
         mine = set(self.ranks).intersection(ranks)
         return f"{rank_ranges(sorted(rank - self.first for rank in mine))} of {self.name}" if mine else ""
 
@@ -53,8 +55,8 @@ def manifest_options(function: F) -> F:
     for option in (
         click.option("--collocated", is_flag=True, help="Targets that set no first_rank start at rank 0, too."),
         click.option("--model", "model_file", metavar="FILE", help="Model of the layouts, over those they name."),
-        click.option("--target", "targets", multiple=True, metavar="FILE", help="Who receives; may be given again."),
-        click.option("--source", metavar="FILE", help="Who sends: a layout or shards manifest, TOML or JSON."),
+        click.option("--target", "targets", multiple=True, metavar="FILE", help="The receiver; may be given again."),
+        click.option("--source", metavar="FILE", help="The sender: a layout or shards manifest, TOML or JSON."),
     ):
         function = option(function)
     return function
@@ -63,7 +65,7 @@ def manifest_options(function: F) -> F:
 def read_manifests(
     source: str, targets: Sequence[str], model_file: str | None
 ) -> tuple[Manifest, tuple[Manifest, ...]]:
-    """Read both sides; raises ConfigError with what is wrong with a file."""
+    """Read both sides; raises ConfigError with the error in a file."""
     model: ModelSpec | None = load_model(Path(model_file)) if model_file is not None else None
     return load(source, model), tuple(load(target, model) for target in targets)
 

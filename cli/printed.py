@@ -8,7 +8,7 @@ import msgspec
 
 
 class TraceWritten(msgspec.Struct, frozen=True):
-    """Where the trace of a swap went; `clock_error_s` and `dropped_spans` are by node."""
+    """The destination of a swap's trace; `clock_error_s` and `dropped_spans` are by node."""
 
     file: str | None
     otlp: str | None
@@ -72,14 +72,14 @@ class BundleItem(msgspec.Struct, frozen=True):
 
 
 class BundleWritten(msgspec.Struct, frozen=True):
-    """A support bundle and what is in it."""
+    """A support bundle and its contents."""
 
     file: str
     items: tuple[BundleItem, ...]
 
 
 class DashboardServed(msgspec.Struct, frozen=True):
-    """Where the page is; printed once it is there."""
+    """The page's address; printed once it is served."""
 
     url: str
 
@@ -121,7 +121,7 @@ class RankMemory(msgspec.Struct, frozen=True):
 
 
 class RankPair(msgspec.Struct, frozen=True):
-    """What one rank sends another; ranks are counted over all manifests, sources first."""
+    """The transfers between two ranks, numbered over all manifests, sources first."""
 
     source: int
     target: int
@@ -130,7 +130,7 @@ class RankPair(msgspec.Struct, frozen=True):
 
 
 class ParameterSent(msgspec.Struct, frozen=True):
-    """What one parameter moves, over all targets."""
+    """The transfers of one parameter, over all targets."""
 
     name: str
     bytes: int
@@ -138,10 +138,10 @@ class ParameterSent(msgspec.Struct, frozen=True):
 
 
 class ManifestPlanned(msgspec.Struct, frozen=True):
-    """What a refit between manifests would move.
+    """The transfers of a refit between manifests.
 
-    `bytes` and `pairs` are what ranks need of each other; `crossing_bytes` of these cross between nodes, where what
-    ranks of a node need alike does so once.
+    `bytes` and `pairs` count the needs of single ranks; `crossing_bytes` cross between nodes, where data for several
+    ranks of a node counts once.
     """
 
     source: str
@@ -169,7 +169,7 @@ class SimulatedPhase(msgspec.Struct, frozen=True):
 
 
 class SimulatedCable(msgspec.Struct, frozen=True):
-    """What a cable carries, its speed, and the part of the time that it is busy."""
+    """The bytes over a cable, its speed, and the share of the time that it is busy."""
 
     name: str
     bytes: int
@@ -204,7 +204,7 @@ Box = tuple[tuple[int, int], ...]  # [start, stop] of each dimension
 
 
 class HeldBoxes(msgspec.Struct, frozen=True):
-    """What one rank holds of a tensor, and under which local name; a box is [start, stop] of each dimension."""
+    """One rank's boxes of a tensor, and its local name; a box is [start, stop] of each dimension."""
 
     rank: int
     local: str
@@ -221,7 +221,7 @@ class BoxSent(msgspec.Struct, frozen=True):
 
 
 class TensorExplained(msgspec.Struct, frozen=True):
-    """Where a tensor lies on each side, and what of it travels; `planned_by` is null where the plan is refused."""
+    """A tensor's place on each side, and its transfers; `planned_by` is null if the plan is refused."""
 
     name: str
     shape: tuple[int, ...]
@@ -239,7 +239,7 @@ class Explained(msgspec.Struct, frozen=True):
 
 
 class MXFP8Saved(msgspec.Struct, frozen=True):
-    """What an engine of the demo saves that holds MXFP8."""
+    """The savings of a demo engine that holds MXFP8."""
 
     bfloat16_bytes: int
     arriving_bytes: int
@@ -250,7 +250,7 @@ class MXFP8Saved(msgspec.Struct, frozen=True):
 
 
 class DemoRan(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the demo found; lists have an item for each swap, `mxfp8` is there with --mxfp8."""
+    """The results of the demo; lists have an item for each swap, `mxfp8` needs --mxfp8."""
 
     swaps: int
     versions: tuple[int, ...]

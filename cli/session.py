@@ -1,30 +1,34 @@
-"""The daemon client of `refitctl` commands, from a factory that tests replace."""
+"""The connection to a daemon, and the options that several commands share, with their completion in shells."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import click
 
-from refitd.protocol.cable_reports import CablesMeasured
+from refitd import config
+from refitd.errors import RefitdError
 from refitd.protocol.reports import (
     DrainReport,
     EvictReport,
     ForgetReport,
     HistoryReport,
     ModelDescription,
+    ModelStatus,
     PlanReport,
     ReloadReport,
-    ResumeReport,
     StatusReport,
     SwapProgress,
     SwapReport,
+    TraceReport,
     VerifyReport,
 )
-from refitd.protocol.traces import TraceReport
 
 _UID = "refitd.uid"
 
@@ -107,10 +111,6 @@ class ControlClient(Protocol):
         """Have the coordinator read its list of admitted keys again."""
         ...
 
-    def measure_cables(self, pairs: Iterable[tuple[str, str]], *, duration: float = 2.0) -> CablesMeasured:
-        """Measure how fast nodes send to each other."""
-        ...
-
     def drain(
         self,
         node: str,
@@ -122,7 +122,7 @@ class ControlClient(Protocol):
         """Leave a node out of new swaps; wait for the running ones."""
         ...
 
-    def resume(self, node: str) -> ResumeReport:
+    def resume(self, node: str) -> DrainReport:
         """Let a drained node take part in swaps again."""
         ...
 
@@ -169,7 +169,7 @@ def address_option(function: F) -> F:
         type=click.IntRange(min=0, max=(1 << 32) - 1),
         expose_value=False,
         callback=_note_uid,
-        help="Whose daemon it must be.  [default: $REFITD_DAEMON_UID, else your own, or root's]",
+        help="The user whose daemon it must be.  [default: $REFITD_DAEMON_UID, else your own, or root's]",
     )(function)
     return click.option(
         "--address",
@@ -180,3 +180,74 @@ def address_option(function: F) -> F:
 
 def _note_uid(ctx: click.Context, _: click.Parameter, uid: int | None) -> None:
     ctx.meta[_UID] = uid
+
+
+class Number(click.FloatRange):
+    """A number within limits. click's own range takes nan, because nan is neither below nor above any limit."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number; fail if it is none, or out of range."""
+        found: float = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return found
+
+
+DEADLINE_S = 1.0
+
+# Shells insert a completed name unquoted, and clients choose their names: `$(...)` or a quote would take effect.
+_PLAIN = re.compile(r"[\w.:/@%+,][\w.:/@%+,=-]*")
+
+
+def model_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Return the registered models whose names begin like this."""
+    return _named(ctx, incomplete, lambda model: {model.model})
+
+
+def replica_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Return the replicas of all models whose names begin like this; click does not tell the model before an option."""
+    return _named(ctx, incomplete, lambda model: {target.replica for target in model.targets})
+
+
+def node_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Return the nodes whose names begin like this, connected or drained."""
+    return _fitting(ctx, incomplete, lambda status: {node.node for node in status.nodes} | {*status.drained})
+
+
+def _named(ctx: click.Context, incomplete: str, names_of: Callable[[ModelStatus], set[str]]) -> list[str]:
+    return _fitting(ctx, incomplete, lambda status: {name for model in status.models for name in names_of(model)})
+
+
+def _fitting(ctx: click.Context, incomplete: str, names_of: Callable[[StatusReport], set[str]]) -> list[str]:
+    session = ctx.find_object(Session) or Session(partial(connect, timeout=DEADLINE_S))
+    try:
+        with ctx.scope(cleanup=False), session.client(ctx.params.get("address")) as client:
+            status = client.status(timeout=DEADLINE_S)
+    except (RefitdError, OSError):
+        return []  # a shell that waits for completions cannot show errors
+    return sorted(name for name in names_of(status) if name.startswith(incomplete) and _PLAIN.fullmatch(name))
+
+
+_FLAGS = {"node.runtime_dir": "--runtime-dir", "node.workers": "--workers", "log.level": "--log-level"}
+
+
+def config_options(function: F) -> F:
+    """Add --config and flags. Precedence: flag > environment > file > default."""
+    for option in (
+        click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Over log.level."),
+        click.option("--runtime-dir", metavar="DIR", help="Over node.runtime_dir: where the sockets are."),
+        click.option("--config", "path", metavar="FILE", help="TOML; without one, defaults that suit a laptop."),
+    ):
+        function = option(function)
+    return function
+
+
+def read_config(path: str | None, **flags: Any) -> tuple[config.Config, dict[str, str]]:
+    """Read the configuration as `load_config`; also return what sets each key: file, variable or flag."""
+    found, origins = config.read(path, **{name.replace("__", "."): value for name, value in flags.items()})
+    return found, {key: _FLAGS.get(origin, origin) for key, origin in origins.items()}
+
+
+def load_config(path: str | None, **flags: Any) -> config.Config:
+    """Read the configuration; a flag is named "section__key" and counts if it is not None."""
+    return config.load(path, **{name.replace("__", "."): value for name, value in flags.items()})

@@ -1,4 +1,4 @@
-"""Serve one model, and take new weights over between two steps. Start it before the trainer (fsdp2_trainer.py)."""
+"""Serve one model and commit new weights between two steps. Start it before the trainer (fsdp2_trainer.py)."""
 
 import argparse
 import time
@@ -10,7 +10,7 @@ import refitd
 
 
 def main() -> None:
-    """Serve until `--versions` versions have been taken over."""
+    """Serve until `--versions` versions are committed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--replica", default="engine-0")
     parser.add_argument("--versions", type=int, default=5)
@@ -23,10 +23,10 @@ def main() -> None:
         print(f"{options.replica}: registered", flush=True)
         taken = 0
         while taken < options.versions:
-            if target.version is not None:  # None: nothing to serve yet, or it may be out of date
+            if target.version is not None:  # None: no version yet, or it may be out of date
                 model(torch.zeros(1, 32))
-            time.sleep(0.005)  # stands for the work of a real step
-            if (version := target.poll()) is not None:  # a commit point; costs next to nothing without a new version
+            time.sleep(0.005)  # a step's work
+            if (version := target.poll()) is not None:  # a commit point; cheap without a new version
                 taken += 1
                 weights = fingerprint(dict(model.named_parameters()))
                 print(f"{options.replica}: version {version} weights {weights}", flush=True)

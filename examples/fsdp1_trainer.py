@@ -1,4 +1,4 @@
-"""Train with FSDP1 (FullyShardedDataParallel) and give every step's weights to the engines; nothing is gathered."""
+"""Train with FSDP1 (FullyShardedDataParallel) and send every step's weights to the engines without a gather."""
 
 # Any number of ranks works:
 #
@@ -29,7 +29,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     with refitd.connect(name=f"trainer-{rank}") as client:
-        tensors, metadata = fsdp1_tensors(model, rank)  # views of this rank's shards: they follow every step
+        tensors, metadata = fsdp1_tensors(model, rank)  # views of this rank's shards, which follow every step
         source = client.register_source("policy", tensors, metadata=metadata, rank=rank, world_size=world_size)
         first = source.next_version
         for version in range(first, first + steps):
@@ -45,7 +45,7 @@ def main() -> None:
             if rank == 0:
                 client.swap("policy", version, timeout=60)  # returns when every engine rank serves it
                 print(f"trainer: version {version} weights {weights}", flush=True)
-        dist.barrier()  # closing a source withdraws its versions: not before the last swap has ended
+        dist.barrier()  # closing a source withdraws its versions, so wait for the last swap
         source.close()
     dist.destroy_process_group()
 

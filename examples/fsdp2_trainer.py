@@ -1,4 +1,4 @@
-"""Train with FSDP2 and give every step's weights to the engines."""
+"""Train with FSDP2 and send every step's weights to the engines."""
 
 # Any number of ranks works:
 #
@@ -19,7 +19,7 @@ import refitd
 
 
 def build() -> torch.nn.Sequential:
-    """Return the model: the same names and shapes on both sides. 33 rows do not divide by two ranks; none need to."""
+    """Return the model, with equal names and shapes on both sides. 33 rows need not divide by two ranks."""
     return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 33))
 
 
@@ -48,20 +48,20 @@ def main() -> None:
 
     with refitd.connect(name=f"trainer-{rank}") as client:
         source = client.register_source("policy", model, rank=rank, world_size=world_size)
-        first = source.next_version  # agreed by the coordinator; above whatever was live before this run
+        first = source.next_version  # the coordinator's choice, above the live version
         for version in range(first, first + steps):
             data = torch.randn(16, 32)
             loss = (model(data) - data.sum(1, keepdim=True)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            source.publish(version)  # copies this rank's shards; the model may change at once
+            source.publish(version)  # copies this rank's shards; the model may change after it returns
             dist.barrier()  # a version is complete when every rank has published it
             whole = {name: p.full_tensor() for name, p in model.named_parameters()}  # only to print the digest
             if rank == 0:
                 client.swap("policy", version, timeout=60)  # returns when every engine rank serves it
                 print(f"trainer: version {version} weights {fingerprint(whole)}", flush=True)
-        dist.barrier()  # closing a source withdraws its versions: not before the last swap has ended
+        dist.barrier()  # closing a source withdraws its versions, so wait for the last swap
         source.close()
     dist.destroy_process_group()
 

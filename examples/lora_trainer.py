@@ -1,4 +1,4 @@
-"""Train LoRA adapters with PEFT and FSDP2; give engines the adapters alone, and the weights that they merge into."""
+"""Train LoRA adapters with PEFT and FSDP2; send engines the adapters alone, and the merged weights."""
 
 # It needs PEFT (pip install "refitd[peft]"). Any number of ranks works:
 #
@@ -34,7 +34,7 @@ LORA = LoraConfig(r=6, lora_alpha=12, target_modules=["q_proj", "v_proj"])
 
 
 def base() -> PreTrainedModel:
-    """Return the base model; its weights stand for a checkpoint that trainer and engines have."""
+    """Return the base model; its weights replace a checkpoint that trainer and engines share."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(LLAMA)
 
@@ -61,7 +61,7 @@ def train(steps: int) -> None:
     with refitd.connect(name=f"trainer-{rank}") as client:
         # the adapters alone: each rank offers its shards
         adapters = client.register_source("policy-lora", adapter_tensors(model), rank=rank, world_size=world_size)
-        # merged: all ranks gather, the first one publishes; what LoRA does not change is not sent
+        # merged: all ranks gather, the first one publishes; weights that LoRA does not change are not sent
         weights = merged(model, only_trained=True)
         policy = None
         if rank == 0:
@@ -77,7 +77,7 @@ def train(steps: int) -> None:
                 if policy is not None:
                     policy.publish_from(version, each)
             finally:
-                for _ in each:  # the other ranks wait in their gathers until this one has taken part in all
+                for _ in each:  # the other ranks wait in their gathers for this one
                     pass
             dist.barrier()  # a version is complete when every rank has published it
             if rank == 0:
@@ -86,7 +86,7 @@ def train(steps: int) -> None:
                 print(f"trainer: version {version} weights {fingerprint(dict(weights_of(model)))}", flush=True)
             else:
                 list(weights_of(model))
-        dist.barrier()  # closing a source withdraws its versions: not before the last swap has ended
+        dist.barrier()  # closing a source withdraws its versions, so wait for the last swap
     dist.destroy_process_group()
 
 
@@ -103,18 +103,18 @@ def serve(versions: int) -> None:
         lora = client.register_target("policy-lora", adapter_tensors(slot), replica="slot", timeout=120)
         print("engine: registered", flush=True)
         policy = client.register_target("policy", plain, replica="plain", keeps=True, timeout=120)
-        print(f"engine: keeps {len(policy.kept)} tensors of its own", flush=True)
+        print(f"engine: keeps {len(policy.kept)} tensors", flush=True)
         taken = {"slot": 0, "plain": 0}
         while min(taken.values()) < versions:
             for target, weights in ((lora, lambda: dict(merged(slot))), (policy, plain.state_dict)):
                 if (version := target.poll()) is not None:  # a commit point, between two steps
                     taken[target.replica] += 1
                     print(f"{target.replica}: version {version} weights {fingerprint(weights())}", flush=True)
-            time.sleep(0.005)  # stands for the work of a real step
+            time.sleep(0.005)  # a step's work
 
 
 def main() -> None:
-    """Train, or serve until `--steps` versions have been taken over."""
+    """Train, or serve until `--steps` versions are committed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--engine", action="store_true")

@@ -1,4 +1,4 @@
-"""Give the weights of a Megatron-Core GPTModel, tensor and pipeline parallel, to a Hugging Face model."""
+"""Send the weights of a Megatron-Core GPTModel, tensor and pipeline parallel, to a Hugging Face model."""
 
 # Needs megatron-core and transformers (`pip install 'refitd[megatron]'`). It runs on CPUs, where Megatron does not
 # train: a step only scales the weights.
@@ -81,7 +81,7 @@ def train(tp: int, pp: int, steps: int) -> None:
             if rank == 0:
                 client.swap("policy", version, timeout=60, wait=60)
                 print(f"trainer: version {version}", flush=True)
-        dist.barrier()  # closing a source withdraws its versions: not before the last swap has ended
+        dist.barrier()  # closing a source withdraws its versions, so wait for the last swap
         source.close()
     dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
-"""Start an SGLang engine, change the weights of its checkpoint, and have it take them in place."""
+"""Start an SGLang engine, change the weights of its checkpoint, and refit the engine."""
 
-# It needs a GPU and SGLang 0.5 (pip install "refitd[sglang]"). It has not run with a whole engine: docs/sglang.md says
-# what has.
+# It needs a GPU and SGLang 0.5 (pip install "refitd[sglang]"). It has not run with a whole engine;
+# docs/sglang.md lists the tests.
 #
 #     refitd serve --standalone &
 #     python examples/sglang_trainer.py FOLDER

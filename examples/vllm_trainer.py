@@ -1,4 +1,4 @@
-"""Teach a Hugging Face model a rule with FSDP2, and give each version to vLLM servers that nobody drives."""
+"""Teach a Hugging Face model a rule with FSDP2, and send each version to vLLM servers that follow."""
 
 # Any number of ranks works, and any number of servers. `scripts/demo --vllm` runs this beside a server that answers.
 #

@@ -21,16 +21,15 @@ from .client import (
     connect as connect,
 )
 from .client.adopt import Adopted as Adopted
-from .client.callbacks import Commit as Commit
 from .client.controller import ReplicaController as ReplicaController
-from .client.derived import Derived as Derived
+from .client.target_tensors import Derived as Derived
 from .client.memory_block import Placed as Placed
 from .client.lifeline import Lifeline as Lifeline
-from .client.mxfp8 import MXFP8Offer as MXFP8Offer
+from .client.source_tensors import MXFP8Offer as MXFP8Offer
 from .client.source import Source as Source
 from .client.streamed import StreamedSource as StreamedSource
 from .client.target import Target as Target
-from .copy_services.exchange import (
+from .copy_services import (
     ExchangeResult as ExchangeResult,
     ExchangeService as ExchangeService,
 )
@@ -39,7 +38,6 @@ from .tracing.loader import (
     check_layout as check_layout,
     trace_loader as trace_loader,
 )
-from .describe import fused as fused
 from .describe.metadata import ParameterMetadata as ParameterMetadata
 from .describe.module import (
     describe_module as describe_module,
@@ -53,13 +51,13 @@ from .describe.names import (
     assign_ep_resolved_name_inplace as assign_ep_resolved_name_inplace,
     assign_resolved_name_inplace as assign_resolved_name_inplace,
 )
-from .describe.roster import Roster as Roster
-from .describe.flat import flat_tiles as flat_tiles
-from .describe.tiles import (
+from .describe.metadata import Roster as Roster
+from .describe.dtensors import flat_tiles as flat_tiles
+from .describe.metadata import (
     Repeat as Repeat,
     Tile as Tile,
 )
-from .describe.wrappers import unwrapped_name as unwrapped_name
+from .describe.names import unwrapped_name as unwrapped_name
 from .errors import (
     ArenaError as ArenaError,
     CheckpointError as CheckpointError,
@@ -76,14 +74,14 @@ from .errors import (
     RefusedError as RefusedError,
     TransportError as TransportError,
 )
-from .mxfp8 import Rounding as Rounding
+from .mxfp8.format import Rounding as Rounding
 from .plan.build import plan_reshard as plan_reshard
 from .plan.ops import (
     ReshardPlan as ReshardPlan,
     ShardingDescriptor as ShardingDescriptor,
     TransferOp as TransferOp,
 )
-from .plan.replicas import select_src_metadata_balanced as select_src_metadata_balanced
+from .inprocess.one_parameter import select_src_metadata_balanced as select_src_metadata_balanced
 from .protocol.reports import (
     SwapFailed as SwapFailed,
     SwapReport as SwapReport,
@@ -99,7 +97,7 @@ from .inprocess.refit import (
     reshard_model_weights as reshard_model_weights,
     swap_model_weights as swap_model_weights,
 )
-from .inprocess.reuse import AgreedPlan as AgreedPlan
+from .inprocess.agree import AgreedPlan as AgreedPlan
 from .states import (
     MemberState as MemberState,
     ProofState as ProofState,
@@ -108,9 +106,9 @@ from .states import (
     SwapOutcome as SwapOutcome,
     TransferMode as TransferMode,
 )
-from .transforms.base import ReshardTransform as ReshardTransform
-from .transforms.cast import CastTransform as CastTransform
-from .transforms.mxfp8 import MXFP8ReshardTransform as MXFP8ReshardTransform
-from .transforms.mxfp8_buffers import MXFP8Buffer as MXFP8Buffer
+from .transforms import ReshardTransform as ReshardTransform
+from .transforms import CastTransform as CastTransform
+from .mxfp8.transform import MXFP8ReshardTransform as MXFP8ReshardTransform
+from .mxfp8.buffers import MXFP8Buffer as MXFP8Buffer
 
 __version__: str

@@ -22,7 +22,7 @@ class BoundedCache(Generic[K, V]):
         return len(self._entries)
 
     def get(self, key: K) -> V | None:
-        """Return the entry, and mark it as used; None if there is none."""
+        """Return the entry, and mark it as used; None if it does not exist."""
         if key not in self._entries:
             return None
         self._entries.move_to_end(key)

@@ -34,7 +34,6 @@ class NodeConfig(Section, frozen=True):
     name: Annotated[str, msgspec.Meta(max_length=200)] = ""  # "" means the host's name
     runtime_dir: str = ""  # "" means default_runtime_dir(); sockets live here, mode 0700
     workers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
-    threads_per_worker: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     allowed_uids: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)], ...] = ()  # besides the daemon's own user
     roles: dict[str, tuple[Role, ...]] = {}  # {uid or user name: roles}; all other admitted users have all roles
     max_arena_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 1 << 46  # all arenas together
@@ -53,18 +52,18 @@ class CoordinatorConfig(Section, frozen=True):
 
 
 class EtcdConfig(Section, frozen=True):
-    """How a coordinator whose journal is in etcd identifies itself there, and etcd to it."""
+    """How a coordinator with its journal in etcd and etcd identify each other."""
 
-    ca: str = ""  # the file of the authority that signed etcd's certificates; "": those of the system
+    ca: str = ""  # the file of the authority that signed etcd's certificates; "": the system's authorities
     cert: str = ""  # this coordinator's certificate, and its key
     key: str = ""
     user: str = ""
     password_file: str = ""
-    insecure: bool = False  # allow etcd:// (no TLS) to other hosts: whoever is on the path can decide what is live
+    insecure: bool = False  # allow etcd:// (no TLS) to other hosts: a host on the path can decide which version is live
 
 
 class EtcdPlace(msgspec.Struct, frozen=True):
-    """Where in which etcd a journal is."""
+    """The place of a journal in etcd."""
 
     members: tuple[tuple[str, int], ...]  # host and port
     prefix: str  # of all keys, with a slash before it and none after it
@@ -91,7 +90,7 @@ class TransportConfig(Section, frozen=True):
     staging_bytes: Annotated[int, msgspec.Meta(ge=1 << 20, le=1 << 34)] = 32 << 20  # buffers of each worker
     relays: bool = True  # nodes pass on to others what they have received, where that is faster (gloo, NIXL)
     deltas: bool = True  # send what has changed since the version that the engines serve, where that is shorter
-    # a cluster file (refitd/offline/clusters.py) with the speeds of the nodes' cables; "": all are equally fast
+    # a cluster file (refitd/clusters.py) with the speeds of the nodes' cables; "": all are equally fast
     cables: Annotated[str, msgspec.Meta(max_length=2000)] = ""
 
 
@@ -132,7 +131,7 @@ class MetricsConfig(Section, frozen=True):
 
     # "HOST:PORT", or a port of 127.0.0.1; "": nowhere. A standalone daemon's coordinator takes the next port
     endpoint: str | Annotated[int, msgspec.Meta(ge=0)] = ""
-    # names, besides localhost and this host's, by which clients may call the endpoint; addresses always may
+    # names that clients may use for the endpoint, besides localhost and this host's; addresses are always allowed
     hosts: tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=253)], ...] = ()
 
     @property
@@ -335,7 +334,7 @@ def _check_underscores(variable: str) -> None:
             continue
         if close := difflib.get_close_matches(key, _keys(section), 1, 0.8):
             raise ConfigError(
-                f"{variable}: two underscores stand between section and key; did you mean {prefix}_{close[0].upper()}?"
+                f"{variable}: two underscores separate section and key; did you mean {prefix}_{close[0].upper()}?"
             )
 
 
@@ -434,8 +433,8 @@ def _check_etcd(etcd: EtcdConfig, place: EtcdPlace, where: str) -> None:
     far = [host for host, _ in place.members if not _is_loopback(host)]
     if far and not place.tls and not etcd.insecure:
         raise ConfigError(
-            f"{where}: coordinator.journal {place} reaches {far[0]} without TLS: whoever is on the path could decide "
-            "what is live; write etcds:// (see [etcd]), or set etcd.insecure = true where the network is your own"
+            f"{where}: coordinator.journal {place} reaches {far[0]} without TLS: a host on the path could decide which "
+            "version is live; write etcds:// (see [etcd]), or set etcd.insecure = true where the network is your own"
         )
 
 

@@ -9,13 +9,13 @@
      |   |- PeerLost           the process on the other end is gone
      |   `- DeadlineExceeded   a wait ended at its deadline
      |- ProtocolError          a message is malformed, unexpected or of another protocol version
-     |- RefusedError           the request was understood and refused; nothing changed
+     |- RefusedError           the request was understood and refused; it changed no state
      |- Orphaned               a process that this one serves for has ended
      |- CommitError            a version could not be made live
      |   `- IllegalTransition  a state machine was given an event its state does not allow
      `- RefitFailed            a swap ended without being live everywhere (carries which members and why)
 
-A message names the subject, what was found, what was expected and what to do next.
+A message names the subject, the found and the expected value, and the next step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PlanError(RefitdError):
 
 
 class CheckpointError(RefitdError):
-    """A folder of weights on disk cannot be read or written; nothing was published or saved."""
+    """A folder of weights on disk cannot be read or written; no version was published or saved."""
 
     code = "checkpoint"
 
@@ -92,13 +92,13 @@ class ProtocolError(RefitdError):
 
 
 class RefusedError(RefitdError):
-    """The request was understood and refused; nothing has changed."""
+    """The request was understood and refused; it changed no state."""
 
     code = "refused"
 
 
 class Orphaned(RefitdError):
-    """A process that this one serves for has ended: the client's registrations are closed, and it serves nothing."""
+    """A process that this one serves for has ended: the client has closed its registrations and serves no version."""
 
     code = "orphaned"
 

@@ -15,8 +15,8 @@ from refitd.text import printable, printable_lines
 _QUOTED = set(' "=')
 
 
-# Events whose level is not `info`. warning: something failed or is missing, the service coped, somebody may have to
-# look. error: weights, decisions or this process are not as promised. debug: for developers only.
+# Events with another level than `info`. warning: a part failed or is missing, the service continues, and an operator
+# may have to act. error: weights, decisions or this process break a promise. debug: for developers only.
 _LEVELS = {
     "apart": logging.WARNING,
     "silent": logging.WARNING,
@@ -60,7 +60,7 @@ _LEVELS = {
 }
 _SWAP_LEVELS = {"aborted": logging.WARNING, "failed": logging.WARNING, "incomplete": logging.ERROR}
 
-# syslog's numbers, by which journald sorts lines that begin with them (man 3 sd-daemon)
+# syslog's numbers; journald reads them at the start of a line (man 3 sd-daemon)
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 
 
@@ -119,7 +119,7 @@ def _is_journal(stream: TextIO) -> bool:
 
 
 class Escaped(logging.Filter):
-    """Escapes log records that go to an application's own handlers, so that each message is one printable line."""
+    """Escapes log records that go to an application's own handlers: each message becomes one printable line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Escape a record's message and traceback; return True."""

@@ -1,4 +1,4 @@
-"""What a process and its service manager tell each other (man 3 sd_notify): reloads, readiness, life; and its end."""
+"""Notifications between a process and its service manager (man 3 sd_notify), and the end of a process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import NoReturn
 
 
 def end(status: int) -> NoReturn:
-    """End this process, all of whose work is done.
+    """End this process after its work is done.
 
-    Its output is flushed and its atexit functions are called. Modules are not taken apart: that takes longer than most
-    commands work, and with torch 0.4 s.
+    Its output is flushed and its atexit functions are called. Modules are not torn down: that takes longer than most
+    commands, and 0.4 s with torch.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -26,7 +26,7 @@ def end(status: int) -> NoReturn:
 
 
 def may_reload() -> bool:
-    """Whether SIGHUP asks for a reload: not in a terminal, whose end it announces, nor under nohup."""
+    """Whether SIGHUP asks for a reload: not in a terminal (SIGHUP announces its end), nor under nohup."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return False
     try:
@@ -37,7 +37,7 @@ def may_reload() -> bool:
 
 
 class ServiceManager:
-    """Sends datagrams to the socket in $NOTIFY_SOCKET, which a unit of Type=notify has; without one, does nothing."""
+    """Sends datagrams to the socket in $NOTIFY_SOCKET, which a unit of Type=notify has; without one, sends none."""
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
         """Take the socket out of the environment: it is not for this process's children."""

@@ -15,10 +15,10 @@ class SwapOutcome(StrEnum):
 
 
 class SwapCause(StrEnum):
-    """What kept a swap from making its version live everywhere: the kind of its reason."""
+    """The kind of reason why a swap did not make its version live everywhere."""
 
     NONE = ""
-    ASKED = "asked"  # somebody has aborted it
+    ASKED = "asked"  # an operator or a client has aborted it
     OVERTAKEN = "overtaken"  # by another swap or a newer version
     TOGETHER = "together"  # another swap that was to be decided with it was aborted
     PLAN = "plan"  # the plan was refused
@@ -43,23 +43,23 @@ class MemberState(StrEnum):
 
 
 class ServingState(StrEnum):
-    """What a target rank serves."""
+    """Whether a target rank serves the live version."""
 
     SERVING = "serving"
     EMPTY = "empty"  # no version has been committed
-    WAITING = "waiting"  # the live version is staged; it takes it over at its next commit point
-    BEHIND = "behind"  # another version is live, and it does not have that yet
-    FENCED = "fenced"  # it serves nothing until the coordinator says which version is live
+    WAITING = "waiting"  # the live version is staged; the rank commits at its next commit point
+    BEHIND = "behind"  # another version is live, and the rank does not have it yet
+    FENCED = "fenced"  # it serves no version until the coordinator names the live one
     POISONED = "poisoned"
-    SUSPENDED = "suspended"  # its process has put the tensors away; swaps leave its replica out
+    SUSPENDED = "suspended"  # its process has released the tensors; swaps skip its replica
 
 
 class CommitMode(StrEnum):
-    """How a target rank takes versions over."""
+    """How a target rank commits a version."""
 
     FLIP = "flip"  # its live and its staging arena are exchanged
     COPY = "copy"  # staged bytes are copied into its tensors
-    IN_PLACE = "in-place"  # workers write its tensors while it stands still
+    IN_PLACE = "in-place"  # workers write its tensors while the engine is paused
 
 
 class ProofState(StrEnum):
@@ -74,7 +74,6 @@ class TransferMode(StrEnum):
     """Where workers read a source's version."""
 
     ARENA = "arena"  # in the arena that holds the live tensors
-    PULLED = "pulled"  # in the trainer's memory
     COPIED = "copied"  # in a slot that the trainer has copied it to
     NONE = ""  # no version yet
 

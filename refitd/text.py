@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 # The most characters that a history keeps of one event.
@@ -23,7 +23,7 @@ def printable(text: object) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return text with each line made `printable` and indented, so that none looks like a line of the log itself."""
+    """Return text with each line made `printable` and indented, to tell it from lines of the log itself."""
     return "\n".join(f"    {printable(line)}" for line in text.split("\n"))
 
 
@@ -55,6 +55,11 @@ def shown(value: Any) -> str:
     except Exception:  # a foreign class's repr may raise; the error message must not be lost
         found = "..."
     return f"{found[:80]} ({type(value).__name__})"
+
+
+def named(labels: Sequence[str]) -> str:
+    """Return "a", or "a and 3 more like it"."""
+    return labels[0] + (f" and {len(labels) - 1} more like it" if len(labels) > 1 else "")
 
 
 def nearest(name: str, known: Iterable[str], count: int = 5) -> list[str]:

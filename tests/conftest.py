@@ -1,4 +1,4 @@
-"""A daemon per test; what runs side by side in a parallel run, and what stays together because it shares processes."""
+"""A daemon per test, and the tests that a parallel run must keep in one process because they share processes."""
 
 from __future__ import annotations
 
@@ -12,30 +12,28 @@ import pytest
 
 from refitd.testing import Daemon
 
-# how long an example takes is the machine's business
+# the time of an example depends on the machine
 hypothesis.settings.register_profile("refitd", deadline=None)
 hypothesis.settings.load_profile("refitd")
 
-os.environ.pop("COLUMNS", None)  # xdist sets it; what commands print here is as wide as its text
+os.environ.pop("COLUMNS", None)  # xdist sets it, and commands here must not wrap their output
 
 pytest.register_assert_rewrite("tests.support")
 pytest_plugins = ["refitd.testing.fixtures"]
 
-# each starts a pool of processes, or a cluster, that its tests share; or as many as a machine should have at once
+# each starts a process pool or a cluster that its tests share, or would overload the machine if run in parallel
 SHARING = (
     "tests/spmd/",
     "tests/conformance/",
     "tests/faults/test_faults.py",
-    "tests/cluster/test_nemo_rl.py",
-    "tests/cluster/test_verl.py",
 )
-# their tests start what they need themselves, and take long: one by one they spread best
+# their tests start their own processes and are slow: dealt singly they spread best
 ALONE = ("tests/cluster/", "tests/faults/")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep what is collected, half a million objects, out of every later search for garbage, 0.3 s each."""
+    """Exclude the half million collected objects from garbage collection, which took 0.3 s each time."""
     gc.disable()
     try:
         return (yield)
@@ -47,13 +45,13 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture
 def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
-    # a rank that misses its commit point is given up soon
+    # a short deadline for a rank that misses its commit point
     return start_daemon("[deadlines]\ncommit_s = 4.0\n")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Deal the folders that share something, tests of other folders one by one or by file, in the order they are in."""
+    """Deal folders with shared processes as a whole, tests of other folders singly or by file, in their order."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):

@@ -1,1 +1,1 @@
-"""Real engines refitted by real trainers, beside the engines' own ways of taking new weights."""
+"""Refit real engines from real trainers, beside the engines' own methods of loading new weights."""

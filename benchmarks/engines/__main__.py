@@ -18,14 +18,14 @@ from benchmarks.machine import describe
 RESULTS = Path(__file__).parents[1] / "results"
 CASE_S = 900
 
-# (model, tensor-parallel size, lifecycle); a mixture of experts on several ranks is expert parallel
+# (model, tensor-parallel size, lifecycle); a mixture of experts on several ranks uses expert parallelism
 CASES = (("llama", 1, "driven"), ("llama", 2, "driven"), ("qwen2", 1, "driven"), ("qwen2", 2, "driven"))
 EXPERTS = (("moe", 1, "driven"), ("moe", 2, "driven"), ("moe", 2, "follow"))
 FOLLOWING = (("llama", 1, "follow"), ("llama", 2, "follow"))
 PIPELINE = (("llama", 1, "pipeline"),)
 OVER_HTTP = (("llama", 1, "trl"), ("llama", 1, "native"))
 
-# name -> module and its arguments, but for the size where it takes one
+# name -> module and its arguments, without the size
 OTHERS = {
     "llama-dp2-driven": ("parallel_case", "llama", "{size}", "driven"),
     "llama-dp2-follow": ("parallel_case", "llama", "{size}", "follow"),
@@ -69,7 +69,7 @@ NATIVE = ("gloo_s", "disk_s", "pickled_s")
 
 
 def main() -> int:
-    """Run the cases one after the other, each in processes of its own."""
+    """Run the cases in sequence, each in separate processes."""
     parser = argparse.ArgumentParser(prog="scripts/try-engines", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="tiny models, few rounds, no results are kept")
     parser.add_argument("--only", default="*", help="cases whose names match ('llama-tp2*'), or begin so ('llama TP2')")
@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def _chosen(cases: Iterable[str], asked: str) -> list[str]:
-    """Return the cases whose names match a pattern, or else begin with it; a table's row begins like its case."""
+    """Return the cases whose names match a pattern, or else begin with it; a table's row begins with its case."""
     pattern = asked.lower().replace(",", "").replace(" ", "-")
     return fnmatch.filter(cases, pattern) or fnmatch.filter(cases, f"{pattern}*")
 
@@ -118,12 +118,12 @@ def _code() -> str:
 
 
 def _keep(found: list[dict[str, Any]], learned: list[dict[str, Any]], *, is_whole: bool) -> None:
-    """Write the results; after a part of the cases, with what was found before of the others."""
+    """Write the results; if only some cases ran, keep the earlier results of the rest."""
     file = RESULTS / "engines.json"
     is_first = is_whole or not file.exists()
     about = describe()
     before = {"machine": about, "engines": [], "learned": []} if is_first else json.loads(file.read_text())
-    earlier = {"cpu": before["machine"]["cpu"]}  # of rows that do not say it
+    earlier = {"cpu": before["machine"]["cpu"]}  # for rows without this field
     rows = {row["engine"]: earlier | row for row in before["engines"]}
     rows |= {row["engine"]: {**row, "cpu": about["cpu"]} for row in found}
     shapes = {row["model"]: row for row in [*before["learned"], *learned]}

@@ -1,4 +1,4 @@
-"""Bad input offered to real vLLM engines: each is refused by name, and the old weights serve; prints JSON."""
+"""Offer bad input to real vLLM engines: each is refused by name, and the old weights serve; prints JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Weights = dict[str, Any]
 
 
 def run() -> dict[str, Any]:
-    """Return what was tried."""
+    """Return the list of the attempts."""
     work = Path(tempfile.mkdtemp(prefix="rfdb"))
     os.chmod(work, 0o700)
     try:
@@ -45,7 +45,7 @@ def run() -> dict[str, Any]:
 
 
 def _uneven_heads(folder: Path) -> Iterator[str]:
-    """TP that does not divide the heads: vLLM itself says so, before any backend is asked."""
+    """Try a TP size that does not divide the heads: vLLM refuses it before it asks a backend."""
     from vllm.engine.arg_utils import EngineArgs
 
     yield _refused(
@@ -56,7 +56,7 @@ def _uneven_heads(folder: Path) -> Iterator[str]:
 
 
 def _quantised(work: Path) -> Iterator[str]:
-    """An engine whose linear weights are int8, offered plain weights, and its own checkpoint's tensors."""
+    """Offer an engine with int8 linear weights plain weights, then its own checkpoint's tensors."""
     import torch
 
     import refitd
@@ -96,11 +96,11 @@ def _quantised(work: Path) -> Iterator[str]:
             assert answer() == before, what
 
 
-# --- a server that nobody drives --------------------------------------------------------------------------
+# --- a server without a driver --------------------------------------------------------------------------
 
 
 def _served(work: Path) -> Iterator[str]:
-    """A tied trainer, and two servers with one name."""
+    """Try a trainer with tied embeddings, then two servers with one name."""
     import refitd
 
     folder = work / "model"
@@ -139,11 +139,11 @@ def _served(work: Path) -> Iterator[str]:
                 server.close()
 
 
-# --- an engine that is driven, and whatever trainers may offer to it ---------------------------------------
+# --- a driven engine, and wrong offers by trainers ---------------------------------------------------------
 
 
 def _offered(work: Path) -> Iterator[str]:
-    """An engine with tied embeddings, to which one trainer after the other offers something else."""
+    """Run an engine with tied embeddings; several trainers in turn offer it other tensors."""
     import torch
 
     import refitd
@@ -225,7 +225,7 @@ def _asked(llm: Any) -> Callable[[], list[int]]:
 
 
 def _refused(what: str, text: str, ask: Callable[[], Any]) -> str:
-    """Check that something is refused with an error that says `text`, a regular expression."""
+    """Check that a call is refused with an error that matches `text`, a regular expression."""
     import re
 
     try:

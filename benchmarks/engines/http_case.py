@@ -1,4 +1,4 @@
-"""A vLLM server over HTTP, refitted through TRL's or vLLM's own trainer protocol while it answers; prints JSON."""
+"""Refit a vLLM server over HTTP through TRL's or vLLM's own trainer protocol while it answers; prints JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.engines.server import Server
 from benchmarks.engines.vllm_case import checkpoint, daemon
 
 PROMPTS = [[7 * i + j + 1 for j in range(5)] for i in range(12)]
-# of the first tokens after these prompts; another implementation in bfloat16 may choose another one where two are close
+# share of equal first tokens; where two tokens are close, another bfloat16 implementation may choose the other
 AGREE = 0.75
 ROUNDS = 4
 
@@ -43,7 +43,7 @@ class NativeTransfer:
         self._trainer = WeightTransferTrainerFactory.trainer_init(info, client=HTTPVLLMWeightSyncClient(url))
 
     def send_weights(self, _: object) -> None:
-        """Send what the model holds."""
+        """Send the model's weights."""
         self._trainer.send_weights()
 
     def pause(self) -> None:
@@ -53,19 +53,19 @@ class NativeTransfer:
         """As `pause`."""
 
     def destroy(self) -> None:
-        """End it."""
+        """End the transfer."""
         self._trainer.shutdown()
 
 
 def run(tp: int, size: str, protocol: str) -> dict[str, Any]:
-    """Return what was measured."""
+    """Return the figures."""
     import torch
     from transformers import AutoModelForCausalLM
 
     import refitd
     from refitd.adapters.trl import RefitdWeightTransfer
 
-    # as the other trainers: beside a server that computes, torch's threads wait for each other in every cast
+    # as in the other trainers: while a server computes here, torch's threads wait for each other in every cast
     torch.set_num_threads(1)
     work = Path(tempfile.mkdtemp(prefix="rfdt"))
     os.chmod(work, 0o700)

@@ -1,4 +1,4 @@
-"""The API server of a vLLM engine that follows is killed, and started again; prints JSON.
+"""Kill the API server of a vLLM engine that follows, and restart it; prints JSON.
 
 Its EngineCore and workers must end by themselves. The next server gets the replica's name, and the next swaps reach it.
 """
@@ -23,7 +23,7 @@ ENDS_S = 60.0
 
 
 def run(tp: int) -> dict[str, Any]:
-    """Return what was found."""
+    """Return the results."""
     import refitd
 
     work = Path(tempfile.mkdtemp(prefix="rfdk"))

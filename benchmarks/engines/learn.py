@@ -1,4 +1,4 @@
-"""scripts/demo --vllm: an FSDP2 trainer learns a rule, and a vLLM server that answers meanwhile gets better at it."""
+"""scripts/demo --vllm: an FSDP2 trainer learns a rule, and a vLLM server that keeps answering gets better at it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model(folder: Path) -> None:
 
 
 class Asker:
-    """Asks the server all the time, and counts how many tokens of its answers follow the rule."""
+    """Asks the server continuously, and counts the tokens of its answers that follow the rule."""
 
     def __init__(self, server: Server) -> None:
         sys.path.insert(0, str(EXAMPLES))
@@ -79,17 +79,17 @@ class Asker:
         raise RuntimeError("the server does not answer")
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop asking."""
         self._over.set()
         self._thread.join(60)
 
 
 def main() -> int:
-    """Run it; print a line a version. Returns 0 if the answers got good, and none failed."""
+    """Run the demo; print one line per version. Returns 0 if the answers got good and none failed."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun says so, and a warning, where it is not set
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torchrun sets it and prints a warning
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     began = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="rfdl"))

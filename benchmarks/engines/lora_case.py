@@ -1,4 +1,4 @@
-"""A vLLM engine whose LoRA adapter a PEFT trainer refits, alone, beside vLLM's own loading of it; prints JSON."""
+"""Refit only the LoRA adapter of a vLLM engine from a PEFT trainer, beside vLLM's loading of it; prints JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDS = 4
 
 
 def run(tp: int, size: str, follow: bool) -> dict[str, Any]:
-    """Return what was measured."""
+    """Return the figures."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -73,7 +73,7 @@ def _engine(work: Path, folder: Path, adapter: Path, tp: int, follow: bool) -> A
 
 
 def _refits(client: Any, source: Any, llm: Any, model: Any, work: Path, follow: bool) -> dict[str, Any]:
-    """Refit some rounds: answers must be those of vLLM's own load of the same adapter, and the base model's stay."""
+    """Refit some rounds. Answers must equal those after vLLM's load; the base model's answers must not change."""
     import torch
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest

@@ -1,4 +1,4 @@
-"""What vLLM's workers run for its native ways: whole tensors, over gloo or with a call, go to its own loader."""
+"""Run in vLLM's workers for its native methods: pass full tensors, sent over gloo or with a call, to its loader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 TIMEOUT = timedelta(seconds=60)
 
-_joined: dict[str, Any] = {}  # this worker's group, for the calls that follow
+_joined: dict[str, Any] = {}  # this worker's group, for later calls
 
 Described = list[tuple[str, tuple[int, ...]]]
 
@@ -27,14 +27,14 @@ def join(store: str, size: int, model: Any) -> None:
 
 
 def broadcast(made: Any, tensor: torch.Tensor) -> None:
-    """Send a tensor from rank 0 of a group to the others, or receive it there."""
+    """Send a tensor from rank 0 of a group to the other ranks, or receive it there."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     made.broadcast([tensor], options).wait()
 
 
 def receive(described: Described, model: Any) -> None:
-    """Run vLLM's loader on bfloat16 tensors, each as it comes from the trainer."""
+    """Run vLLM's loader on bfloat16 tensors, each when it arrives from the trainer."""
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, shape in described:

@@ -1,4 +1,4 @@
-"""A vLLM server of several data-parallel engines, followed or driven while it answers; prints JSON."""
+"""Refit a vLLM server of several data-parallel engines that follows or is driven while it answers; prints JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENGINES = 2
 
 
 def run(kind: str, size: str, follow: bool) -> dict[str, Any]:
-    """Return what was measured."""
+    """Return the figures."""
     import refitd
 
     work = Path(tempfile.mkdtemp(prefix="rfdd"))
@@ -63,7 +63,7 @@ def run(kind: str, size: str, follow: bool) -> dict[str, Any]:
 def _refits(
     client: Any, server: Server, trainer: Trainer, saved: Path, follow: bool, generates: bool
 ) -> dict[str, Any]:
-    """Refit some rounds; every engine must hold what it holds after its own reload, and serve the version."""
+    """Refit some rounds; every engine's weights must equal those after its own reload, and it serves the version."""
     if not follow:
         server.post("init_weight_transfer_engine", {"init_info": {}})
     figures: dict[str, list[float]] = {}
@@ -79,7 +79,7 @@ def _refits(
         times |= _disk(server, trainer, saved)
         native = server.checksums(), _answers(server, generates)
         equal.append(serves == [True] * ENGINES and (mine, told) == native)
-        if version > first:  # the first one plans, connects, and faults memory in
+        if version > first:  # the first round plans, connects, and faults memory in
             for name, seconds in times.items():
                 figures.setdefault(name, []).append(seconds)
     return {
@@ -93,7 +93,7 @@ def _refits(
 
 
 def _refit(client: Any, server: Server, trainer: Trainer, version: int, follow: bool) -> dict[str, float]:
-    """Refit all engines; return the seconds of the whole, of each call to the server, and of the commit."""
+    """Refit all engines; return the seconds of the refit, of each call to the server, and of the commit."""
     from refitd.adapters.driving import swap_and_drive
 
     called: dict[str, float] = {}
@@ -130,7 +130,7 @@ def _disk(server: Server, trainer: Trainer, saved: Path) -> dict[str, float]:
 
 
 def _answers(server: Server, generates: bool) -> tuple[tuple[int, ...], ...]:
-    """Ask several times: the engines take turns."""
+    """Return the answers to several prompts, because the engines take turns."""
     return tuple(tuple(server.tokens(prompt, 4)) for prompt in PROMPTS[:6]) if generates else ()
 
 

@@ -1,10 +1,10 @@
-"""A vLLM server that nobody drives is killed in the middle of a swap, and started again by its supervisor; prints JSON.
+"""In the middle of a swap, kill a vLLM server that follows; its supervisor restarts it; prints JSON.
 
     rank killed before the decision    the swap aborts, the fleet serves the old version, so does the next server
     rank killed after the decision     the fleet serves the new version, and the next server is caught up to it
 
-The next swap reaches the server either way. Nobody but the supervisor does anything for it. Last, the trainer leaves in
-the middle of a swap.
+The next swap reaches the server in both cases. Only the supervisor acts on the server. Last, the trainer leaves in the
+middle of a swap.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BACK_S = 240.0  # a server's start, and its registration
 
 
 class Supervisor:
-    """Starts a server, and the next one whenever it has ended."""
+    """Starts a server, and starts it again whenever it ends."""
 
     def __init__(self, start: Callable[[int], Server]) -> None:
         self._start, self.starts = start, 1
@@ -46,17 +46,17 @@ class Supervisor:
                 self.server = self._start(self.starts)
 
     def close(self) -> None:
-        """End the server, and start no other."""
+        """End the server, and do not restart it."""
         self._over.set()
         self._thread.join()
         self.server.close()
 
 
 class Survivor:
-    """Another replica, in this process: what becomes of it when the server is killed.
+    """Another replica, in this process, which must survive when the server is killed.
 
     Attributes:
-        holds: cleared, its pause lasts, and with it the time before a decision.
+        holds: while cleared, its pause is delayed, and with it the decision.
         is_asked: set while a swap waits for its pause.
     """
 
@@ -66,7 +66,8 @@ class Survivor:
         self.holds, self.is_asked = threading.Event(), threading.Event()
         self.holds.set()
         tensors = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        self.target = client.register_target("policy", tensors, replica="b", on_pause=self._pause)
+        self.target = client.register_target("policy", tensors, replica="b")
+        client.control_replica("policy", "b", pause=self._pause, commit=lambda version: self.target.poll())
 
     def _pause(self, version: int) -> None:
         self.is_asked.set()
@@ -75,7 +76,7 @@ class Survivor:
 
 
 def run(tp: int) -> dict[str, Any]:
-    """Return what was found."""
+    """Return the results."""
     import refitd
 
     work = Path(tempfile.mkdtemp(prefix="rfdr"))
@@ -120,7 +121,7 @@ def _killed(client: Any, trainer: Any, other: Any, work: Path, tp: int) -> dict[
         told = [versions.is_served(supervisor.server, tp)]
         old = versions.last
 
-        # before the decision: the other replica has not paused yet
+        # killed before the decision: the other replica has not paused yet
         survivor.holds.clear()
         swap = versions.begin()
         assert survivor.is_asked.wait(60), "the swap has not come to its pause"
@@ -137,7 +138,7 @@ def _killed(client: Any, trainer: Any, other: Any, work: Path, tp: int) -> dict[
         versions.swap(again=True)
         told.append(versions.is_served(supervisor.server, tp))
 
-        # after the decision: the rank stands still, and cannot take the version over
+        # killed after the decision: the rank is stopped, and cannot commit the version
         stopped = versions.ranks()[-1]
         os.kill(stopped, signal.SIGSTOP)
         swap = versions.begin()
@@ -153,7 +154,7 @@ def _killed(client: Any, trainer: Any, other: Any, work: Path, tp: int) -> dict[
         versions.swap()
         told.append(versions.is_served(supervisor.server, tp))
 
-        # the trainer leaves before the decision: what it has published stays, and goes live
+        # the trainer leaves before the decision: its published version stays, and goes live
         survivor.holds.clear()
         swap = versions.begin()
         assert survivor.is_asked.wait(60), "the swap has not come to its pause"
@@ -173,7 +174,7 @@ def _killed(client: Any, trainer: Any, other: Any, work: Path, tp: int) -> dict[
 
 
 class Versions:
-    """The trainer's versions, each kept as a checkpoint, too, for the engine's own reload."""
+    """The trainer's versions; each is also saved as a checkpoint, which the engine reloads for comparison."""
 
     def __init__(self, client: Any, source: Any, weights: dict[str, Any], folder: Path, work: Path) -> None:
         self._client, self._source, self._weights, self._work = client, source, weights, work
@@ -199,7 +200,7 @@ class Versions:
         return self._work / f"saved-{version}"
 
     def swap(self, *, again: bool = False) -> None:
-        """Make the next version live everywhere; with `again`, the last one."""
+        """Make the next version live everywhere; with `again`, the last version."""
         if not again:
             self._publish()
         self._client.swap("policy", self.last, wait=60, queue=True)
@@ -231,7 +232,7 @@ class Versions:
         _until(serves, BACK_S, f"the next server to serve version {version}")
 
     def is_served(self, server: Server, tp: int, version: int | None = None) -> bool:
-        """Whether the server has a version's weights: those of its own reload of the version's file."""
+        """Whether the server has a version's weights: its reload of the version's file must give equal weights."""
         version = self.last if version is None else version
         mine, told = server.checksums(), server.tokens(PROMPT_TOKENS, 8)
         path = {"weights_path": str(self._saved(version))}
@@ -254,13 +255,13 @@ class Swap:
             self._error = exc
 
     def failed(self) -> Any:
-        """Return its error."""
+        """Return the error of the swap."""
         self._thread.join(90)
         assert self._error is not None, "the swap has not failed, or not ended"
         return self._error
 
     def succeeded(self) -> None:
-        """Return once it has."""
+        """Return once the swap has succeeded."""
         self._thread.join(90)
         assert self._error is None and not self._thread.is_alive(), self._error
 

@@ -30,7 +30,7 @@ class Server:
         log: str = "vllm.log",
         **settings: object,
     ) -> None:
-        """Start it; `options` are vLLM's, `settings` refitd's, as in docs/vllm.md."""
+        """Start the server; `options` are vLLM's, `settings` are refitd's, as in docs/vllm.md."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -53,10 +53,10 @@ class Server:
         return self._process.pid
 
     def wait(self, seconds: float = 300.0) -> None:
-        """Return once it answers.
+        """Return once the server answers.
 
         Raises:
-            RuntimeError: it has ended, or does not answer in time.
+            RuntimeError: the server has ended, or does not answer in time.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self._process.poll() is None:
@@ -66,10 +66,10 @@ class Server:
         raise RuntimeError(f"{self.url} does not answer; it has said:\n{self._log_path.read_text()[-3000:]}")
 
     def wait_for_log(self, text: str, seconds: float = 60.0) -> None:
-        """Return once its log has a line that a regular expression is found in.
+        """Return once a line of its log matches a regular expression.
 
         Raises:
-            RuntimeError: it has none in time.
+            RuntimeError: no line matches in time.
         """
         deadline = time.monotonic() + seconds
         while not re.search(text, self._log_path.read_text()):
@@ -88,7 +88,7 @@ class Server:
         return list(self.post("collective_rpc", {"method": "compute_weight_checksums"})["results"])
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Return what an endpoint answers."""
+        """Return the answer of an endpoint."""
         request = urllib.request.Request(
             f"{self.url}/{path}", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
         )
@@ -110,7 +110,7 @@ class Server:
         self._log.close()
 
     def close(self) -> None:
-        """End it."""
+        """End the server."""
         self._process.terminate()
         try:
             self._process.wait(30)

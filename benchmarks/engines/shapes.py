@@ -1,4 +1,4 @@
-"""How long it takes to learn the layout of a large model from vLLM's loader, on the meta device; prints JSON."""
+"""Measure how long learning a large model's layout from vLLM's loader takes, on the meta device; prints JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trained model, all-MiniLM-L6-v2: its embeddings in vLLM after a refit are those before; prints JSON."""
+"""Refit a trained model, all-MiniLM-L6-v2, in vLLM: its embeddings must not change; prints JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SENTENCES = ["The weights are live.", "A cat sleeps on the warm stones.", "Quart
 
 
 def run() -> dict[str, Any]:
-    """Refit to other weights and back to the trained ones."""
+    """Refit to other weights, then back to the trained weights."""
     import torch
     from transformers import AutoModel, AutoTokenizer
     from vllm import LLM

@@ -1,4 +1,4 @@
-"""One rank of an FSDP2 trainer of a Hugging Face model; it answers each line, a command as JSON, with a line."""
+"""Run one rank of an FSDP2 trainer of a Hugging Face model; it answers each line, a JSON command, with a line."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def main(rank: int, world_size: int, store: str, checkpoint: str, directory: str
 
 
 def _step(model: torch.nn.Module, seed: int) -> None:
-    """Move every weight by what an optimiser may move it: other bytes in nearly all of them."""
+    """Change every weight by about an optimiser's step: the bytes of nearly all weights change."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -58,7 +58,7 @@ def _step(model: torch.nn.Module, seed: int) -> None:
 
 
 def _save(model: torch.nn.Module, rank: int, folder: Path) -> None:
-    """Gather the whole model in bfloat16 and have rank 0 write it, as trainers without a weight transfer do."""
+    """Gather the model in bfloat16 and have rank 0 write it, as trainers without a weight transfer do."""
     whole = {name: p.full_tensor().to(torch.bfloat16) for name, p in model.named_parameters()}
     if rank == 0:
         save_file(whole, folder / "model.safetensors")

@@ -1,8 +1,7 @@
-"""TRL's AsyncGRPOTrainer against a vLLM server, with refitd as its weight transfer; prints JSON.
+"""Run TRL's AsyncGRPOTrainer against a vLLM server, with refitd as its weight transfer; prints JSON.
 
-It runs examples/trl_trainer.py. TRL's rollout worker, its trainer and vLLM's server are the real ones. Two things of
-TRL need a GPU and are replaced: its attention kernel, by a plain function of the same arguments, and the look-up of the
-GPU's speed.
+It runs examples/trl_trainer.py with the real rollout worker, trainer and vLLM server. Two functions of TRL need a GPU
+and are replaced: the attention kernel, by a plain function with equal arguments, and the look-up of the GPU's speed.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ WORDS = ["<pad>", "<|im_end|>", "<|im_start|>", "user", "assistant", *(f"w{i}" f
 def attend(
     query: Any, key: Any, value: Any, starts: Any, key_starts: Any, *_: Any, softmax_scale: float, **__: Any
 ) -> Any:
-    """Compute what TRL asks of `flash_attn_varlen_func`: causal attention, segment by segment, aligned at the end.
+    """Replace `flash_attn_varlen_func` for TRL: causal attention, segment by segment, aligned at the end.
 
     Shapes: query [tokens, heads, width]; key, value [keys, fewer heads, width]; starts, key_starts [segments + 1].
     """
@@ -50,7 +49,7 @@ def attend(
 
 
 class Checked(RefitdWeightTransfer):
-    """Compares, after each transfer, what the server holds with what it holds after its own reload of a file."""
+    """Compares the server's weights after each transfer with the weights after its reload of a file."""
 
     def __init__(self, server: Server, saved: Path, work: Path) -> None:
         super().__init__(server.url, directory=str(work), cast=torch.bfloat16)
@@ -89,7 +88,7 @@ def checkpoint(folder: Path) -> int:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<|im_end|>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    tokenizer.chat_template = qwen3_chat_template  # the worker takes those that TRL knows
+    tokenizer.chat_template = qwen3_chat_template  # the worker accepts only templates that TRL knows
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -109,7 +108,7 @@ def checkpoint(folder: Path) -> int:
 
 
 def run() -> dict[str, Any]:
-    """Return what was found."""
+    """Return the results."""
     from trl.experimental.async_grpo import async_grpo_trainer, packing
 
     import refitd
@@ -118,7 +117,7 @@ def run() -> dict[str, Any]:
     from trl_trainer import build
 
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)
-    async_grpo_trainer.get_peak_flops_per_device = lambda *_: 1e12  # it asks for the GPU's name
+    async_grpo_trainer.get_peak_flops_per_device = lambda *_: 1e12  # the original asks for the GPU's name
     work = Path(tempfile.mkdtemp(prefix="rfdg"))
     os.chmod(work, 0o700)
     folder, saved = work / "model", work / "saved"

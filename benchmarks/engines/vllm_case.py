@@ -1,4 +1,4 @@
-"""One vLLM engine, refitted from an FSDP2 trainer of two ranks by refitd and by vLLM's own ways; prints JSON."""
+"""Refit one vLLM engine from an FSDP2 trainer of two ranks, by refitd and by vLLM's own methods; prints JSON."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def checkpoint(kind: str, size: str, folder: Path) -> int:
 
 
 class Trainer:
-    """The ranks, each driven over its pipes, all with the same commands."""
+    """The trainer's ranks. Each is driven over its pipes; all get equal commands."""
 
     def __init__(self, folder: Path, directory: Path) -> None:
         store = tempfile.mktemp(dir=directory)
@@ -71,7 +71,7 @@ class Trainer:
         self.names: list[str] = answers[0]["names"]
 
     def __call__(self, *command: object) -> float:
-        """Have every rank perform a command; return the seconds until the last one has."""
+        """Have every rank perform a command; return the seconds until the last rank is done."""
         started = time.perf_counter()
         for rank in self._ranks:
             assert rank.stdin is not None
@@ -124,7 +124,7 @@ def daemon(directory: Path) -> Iterator[None]:
 
 
 def run(kind: str, tp: int, size: str, rounds: int, lifecycle: str) -> dict[str, Any]:
-    """Return what was measured."""
+    """Return the figures."""
     import refitd
 
     work = Path(tempfile.mkdtemp(prefix="rfde"))
@@ -201,7 +201,7 @@ def _measured(
         times |= _gloo(llm, trainer, saved)
         equal.append(llm.collective_rpc("compute_weight_checksums") == mine)
         answers.append(told)
-        if version > first:  # the first one plans, connects, and faults memory in
+        if version > first:  # the first round plans, connects, and faults memory in
             for name, seconds in times.items():
                 figures.setdefault(name, []).append(seconds)
     tensors = len(mine[0])
@@ -233,18 +233,18 @@ def _refit(client: Any, llm: Any, trainer: Trainer, version: int, follow: bool) 
 
 
 def drive(client: Any, llm: Any, version: int, model: str = "policy") -> dict[str, float]:
-    """Have the engine take the version over as refitd's trainers do; return the seconds of calls and commit."""
+    """Have the engine commit the version as refitd's trainers do; return the seconds of calls and commit."""
     from refitd.adapters.driving import swap_and_drive
 
     at = [0.0] * 4
 
     def take_over() -> None:
         at[0] = time.perf_counter()
-        llm.start_weight_update()  # wakes idle workers; between it and the next call the engine goes on
+        llm.start_weight_update()  # wakes idle workers; the engine still runs until the next call
         at[1] = time.perf_counter()
         llm.update_weights({"update_info": {"version": version}})
         at[2] = time.perf_counter()
-        llm.finish_weight_update()  # does nothing
+        llm.finish_weight_update()  # no effect here
         at[3] = time.perf_counter()
 
     report = swap_and_drive(client, model, version, take_over, wait=60)
@@ -266,7 +266,7 @@ def _disk(llm: Any, trainer: Trainer, saved: Path) -> dict[str, float]:
 
 
 def _pickled(llm: Any, saved: Path) -> dict[str, float]:
-    """Send whole tensors with the call; gathering them is not counted."""
+    """Send full tensors with the call; the time to gather them is not counted."""
     from safetensors.torch import load_file
 
     tensors = list(load_file(saved / "model.safetensors").items())
@@ -276,13 +276,13 @@ def _pickled(llm: Any, saved: Path) -> dict[str, float]:
 
 
 def _gloo(llm: Any, trainer: Trainer, saved: Path) -> dict[str, float]:
-    """Gather each tensor, send it over gloo from the trainer's first rank, and have vLLM's loader take it at once."""
+    """Gather each tensor, send it over gloo from the trainer's first rank, and have vLLM's loader load it."""
     from safetensors import safe_open
 
     with safe_open(saved / "model.safetensors", framework="pt") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     described = [(name, shapes[name]) for name in trainer.names]
-    llm.collective_rpc("reset_weights")  # zeros: what is there afterwards has come over gloo
+    llm.collective_rpc("reset_weights")  # zeros: later contents came over gloo
     started = time.perf_counter()
     with ThreadPoolExecutor(1) as beside:
         sent = beside.submit(trainer, "broadcast")

@@ -1,1 +1,1 @@
-"""One file per command: parse, call, print."""
+"""One file per command, or per group of related commands: parse, call, print."""

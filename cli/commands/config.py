@@ -15,14 +15,13 @@ from refitd.errors import ConfigError, RefitdError
 from refitd.protocol import keys
 from refitd.protocol.directory import check_runtime_dir
 from refitd.security import coordinator_keys, daemon_keys, node_users
-from refitd_cli import settings
 from refitd_cli.group import EXIT_USAGE, Listed
 from refitd_cli.output import print_json, print_table, say, to_json
 from refitd_cli.printed import Check, ConfigChecked, ConfigShown
-from refitd_cli.session import json_option
+from refitd_cli.session import config_options, json_option, read_config
 
 HIDDEN = "(not shown)"
-_STAND_INS = ("node.name", "node.runtime_dir", "coordinator.endpoint", "coordinator.journal")  # "" stands for something
+_STAND_INS = ("node.name", "node.runtime_dir", "coordinator.endpoint", "coordinator.journal")  # "" has a meaning
 
 
 @click.group(cls=Listed)
@@ -31,7 +30,7 @@ def config() -> None:
 
 
 @config.command()
-@settings.config_options
+@config_options
 @click.option("--coordinator", "alone", is_flag=True, help="No daemon runs here: leave out what only a daemon needs.")
 @json_option
 @click.pass_context
@@ -42,7 +41,7 @@ def check(
 
     Reads the file, the environment and the keys, as the user that runs it: be the daemon's user. Starts nothing.
     """
-    found, _ = settings.read(path, node__runtime_dir=runtime_dir, log__level=log_level)
+    found, _ = read_config(path, node__runtime_dir=runtime_dir, log__level=log_level)
     results = tuple(_checks(found, alone))
     valid = all(result.state != "fail" for result in results)
     if as_json:
@@ -54,14 +53,14 @@ def check(
 
 
 @config.command()
-@settings.config_options
+@config_options
 @json_option
 def show(path: str | None, runtime_dir: str | None, log_level: str | None, as_json: bool) -> None:
     """Print the configuration in force as TOML, each value with the file, variable or flag that has set it.
 
-    An empty value is replaced by what it stands for. Keys are not shown, only the names of their files.
+    Empty values are replaced by their defaults. Keys are not shown, only the names of their files.
     """
-    found, origins = settings.read(path, node__runtime_dir=runtime_dir, log__level=log_level)
+    found, origins = read_config(path, node__runtime_dir=runtime_dir, log__level=log_level)
     tables = in_force(found)
     for key in _STAND_INS:
         if not getattr(getattr(found, key.partition(".")[0]), key.partition(".")[2]):
@@ -81,7 +80,7 @@ def in_force(found: Config) -> dict[str, dict[str, Any]]:
     tables["coordinator"] |= {"endpoint": [one, *more] if more else one, "journal": str(found.journal_place)}
     for name, table in tables.items():
         for key, value in table.items():
-            # somebody may have pasted a secret key where its file is expected
+            # the value may be a secret key instead of its file
             if isinstance(value, str) and keys.is_key(value) and (name, key) != ("security", "server_key"):
                 table[key] = HIDDEN
     return tables
@@ -151,7 +150,7 @@ def _metrics(found: Config) -> str:
 
 
 def _cables(found: Config) -> str:
-    from refitd.coordinator.cables import read_cluster
+    from refitd.coordinator.nodes import read_cluster
 
     cluster = read_cluster(found)
     assert cluster is not None
@@ -185,7 +184,7 @@ def _endpoint(found: Config) -> str:
 def _journal(found: Config) -> str:
     from refitd.coordinator.journals.etcd import check_place
     from refitd.coordinator.journals.gateway import Gateway
-    from refitd.coordinator.standby import cluster_of
+    from refitd.coordinator.main import cluster_of
 
     place = found.journal_place
     assert isinstance(place, EtcdPlace)
@@ -198,7 +197,7 @@ def _journal(found: Config) -> str:
 
 
 def _daemon(found: Config) -> str:
-    from refitd.daemon.address import reachable_address
+    from refitd.daemon.coordinator import reachable_address
 
     pair = daemon_keys(found)
     return f"key of {pair.own.name}; other nodes reach it at {reachable_address(found)}" if pair else ""

@@ -12,11 +12,10 @@ from refitd.errors import RefitdError, RefusedError
 from refitd.metrics.http import HttpServer
 from refitd.protocol.reports import StatusReport
 from refitd_cli.dashboard import Pages, Shown
-from refitd_cli.numbers import Number
 from refitd_cli.opened import Opened
 from refitd_cli.output import print_json, say, to_json
 from refitd_cli.printed import DashboardServed
-from refitd_cli.session import ControlClient, Session, address_option, json_option
+from refitd_cli.session import ControlClient, Number, Session, address_option, json_option
 
 SWAPS = 50
 LOOPBACK = "127.0.0.1"
@@ -63,8 +62,8 @@ class Latest:
     """The cluster's last answers; a daemon that is away is looked for again and again.
 
     Attributes:
-        shown: what the page shows.
-        opened: what somebody has opened on it.
+        shown: the content of the page.
+        opened: the parts that readers have opened.
     """
 
     def __init__(self, session: Session, address: str | None) -> None:
@@ -95,7 +94,7 @@ class Latest:
                 self._asking.start()
 
     def _ask(self, client: ControlClient, status: StatusReport) -> None:
-        """Ask for what is opened, on a thread of its own: a large plan takes long, and the status goes on meanwhile."""
+        """Request opened parts on a separate thread: a large plan takes long and must not delay the status."""
         with suppress(RefitdError):  # a daemon that is away is found by the next question for the status
             self.opened.ask(client, status)
 

@@ -16,7 +16,7 @@ from refitd_cli.session import json_option
 def demo(ctx: click.Context, mxfp8: bool, as_json: bool) -> None:
     """Train a small sharded model and refit two running engines with it.
 
-    Starts a daemon of its own in a temporary directory and stops it afterwards. Exit 0 only if every weight
+    Starts a separate daemon in a temporary directory and stops it afterwards. Exit 0 only if every weight
     of every engine equals the trainer's at the end.
     """
     if find_spec("torch") is None:  # importing it takes seconds, and its trainer and engines do that

@@ -1,62 +1,284 @@
-"""refitctl doctor: check this machine for what keeps refitd from working, or measure the cables between nodes."""
+"""`refitctl doctor`: checks of this machine and its daemon. They only read, and import neither torch nor transports."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import fcntl
+import importlib.metadata
+import os
+import platform
+import resource
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
-from msgspec.structs import replace
 
-from refitd.errors import ConfigError
-from refitd_cli import checks
+from refitd.buffers import capacity, cuda
+from refitd.config import default_runtime_dir
+from refitd.copy_services import Capabilities, registry
+from refitd.copy_services.registry import OWN, Offer
+from refitd.errors import ConfigError, RefitdError
 from refitd_cli.group import EXIT_FAILED
-from refitd_cli.numbers import Number
-from refitd_cli.output import print_json, print_table, say, to_json
-from refitd_cli.session import Session, address_option, json_option
+from refitd_cli.output import print_json, print_table, size, to_json
+from refitd_cli.session import ControlClient, Session, address_option, json_option
+from refitd_cli.view import problem_lines
 
-if TYPE_CHECKING:
-    from refitd.protocol.cable_reports import CableRate
+# Descriptors a daemon may need: one per arena, one more for each worker it goes to, two per client.
+WANTED_DESCRIPTORS = 4096
+
+# Wheels that install the same files: the later one overwrites the earlier one's.
+RIVALS = (
+    ("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+    ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13"),
+    ("nvshmem4py-cu12", "nvshmem4py-cu13"),
+)
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The result of one check. `state`: "ok", "warn" (works, but slower) or "fail" (refitd cannot work)."""
+
+    name: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+def all_findings(connect: Callable[[], ControlClient], address: str | None) -> Iterator[CheckResult]:
+    """Run every check, cheapest first."""
+    yield python()
+    yield torch()
+    yield sealed_memory()
+    yield memory(_read("/proc/meminfo"), _limits())
+    yield huge_pages(_read("/sys/kernel/mm/transparent_hugepage/shmem_enabled"), _read("/proc/meminfo"))
+    yield descriptors()
+    yield gpu_arenas()
+    yield from backends()
+    yield from wheels()
+    yield runtime_dir(Path(address) if address else default_runtime_dir())
+    yield daemon(connect)
+
+
+def python() -> CheckResult:
+    """Check the Python interpreter."""
+    return CheckResult(
+        "python", "ok", f"{platform.python_version()}, Linux {platform.release()}, {os.cpu_count()} CPUs"
+    )
+
+
+def torch() -> CheckResult:
+    """Check torch by its metadata: importing it takes seconds."""
+    found = _version("torch")
+    if found is None:
+        return CheckResult(
+            "torch",
+            "warn",
+            "not installed",
+            "a coordinator and refitctl need none; for daemons, trainers and engines: `pip install 'refitd[torch]'`",
+        )
+    return CheckResult("torch", "ok", found)
+
+
+def sealed_memory() -> CheckResult:
+    """Check that memfds can be sealed against shrinking."""
+    name = "sealed memfd"
+    try:
+        descriptor = os.memfd_create("refitd-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as exc:
+        return CheckResult(
+            name,
+            "fail",
+            f"memfd_create: {exc.strerror}",
+            "refitd needs Linux 3.17 and a seccomp profile with memfd",
+        )
+    try:
+        os.ftruncate(descriptor, 4096)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        try:
+            os.ftruncate(descriptor, 0)
+        except PermissionError:
+            return CheckResult(name, "ok", "created, sealed, cannot be truncated")
+        return CheckResult(name, "fail", "the seal did not hold", "a peer could truncate an arena; use another kernel")
+    except OSError as exc:
+        return CheckResult(
+            name, "fail", f"sealing: {exc.strerror}", "allow fcntl(F_ADD_SEALS) in the sandbox this runs in"
+        )
+    finally:
+        os.close(descriptor)
+
+
+def memory(meminfo: str, limits: Sequence[capacity.Limit] = ()) -> CheckResult:
+    """Check how much memory arenas could take, within control groups and this process's own limits."""
+    fields = _meminfo(meminfo)
+    if "MemAvailable" not in fields:
+        return CheckResult("memory", "warn", "unknown", "no MemAvailable in /proc/meminfo")
+    free = fields["MemAvailable"]
+    found = f"{size(free)} of {size(fields.get('MemTotal', 0))} available"
+    for limit in limits:
+        if not limit.name.startswith("MemAvailable"):
+            free = min(free, limit.left)
+            found += f", {size(limit.left)} left under {limit.name}"
+    if free < 1 << 30:
+        return CheckResult("memory", "warn", found, "arenas hold each source shard twice and each target shard once")
+    return CheckResult("memory", "ok", found)
+
+
+def huge_pages(shmem_enabled: str, meminfo: str) -> CheckResult:
+    """Check for huge pages; without them first use and copies are slower."""
+    pool = _meminfo(meminfo).get("HugePages_Total", 0)
+    mode = shmem_enabled.partition("[")[2].partition("]")[0] or "unknown"
+    found = f"pool of {pool} pages, shmem_enabled={mode}"
+    if pool or mode in ("always", "within_size", "advise", "force"):
+        return CheckResult("huge pages", "ok", found)
+    advice = "4 KiB pages work; larger ones are faster: write advise to transparent_hugepage/shmem_enabled"
+    return CheckResult("huge pages", "warn", found, advice)
+
+
+def descriptors() -> CheckResult:
+    """Check how many files a daemon started here may open; it raises its soft limit to the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{hard} (soft limit {soft})"
+    if hard != resource.RLIM_INFINITY and hard < WANTED_DESCRIPTORS:
+        return CheckResult(
+            "open files",
+            "warn",
+            found,
+            f"ulimit -Hn {WANTED_DESCRIPTORS}, for nodes with many models or clients",
+        )
+    return CheckResult("open files", "ok", found)
+
+
+def gpu_arenas(survey: Callable[[], list[tuple[str, str]]] = cuda.survey) -> CheckResult:
+    """Check which GPUs can hold arenas."""
+    name = "GPU arenas"
+    found = survey()
+    if not found:
+        return CheckResult(name, "ok", "no GPU is visible: arenas are in main memory")
+    text = ", ".join(gpu for gpu, _ in found)
+    problems = [problem for _, problem in found if problem]
+    if problems:
+        advice = f"register with device='cpu': {'; '.join(problems)}"
+        return CheckResult(name, "warn", f"not on all of {text}", advice)
+    return CheckResult(name, "ok", text)
+
+
+def backends(offers: Callable[[], Iterable[Offer]] = registry.offers) -> Iterator[CheckResult]:
+    """Check each copy service: its abilities, and its missing dependencies."""
+    packages: dict[str, str] = {}
+    for offer in offers():
+        name = f"backend {offer.name}"
+        try:
+            backend = offer.load()
+            name = f"backend {backend.name}"
+            if backend.name in packages:
+                raise ConfigError(f"packages {packages[backend.name]} and {offer.package} both have one of this name")
+            packages[backend.name] = offer.package
+            missing = backend.missing()
+        except Exception as exc:  # a foreign package may raise anything
+            found = str(exc) if isinstance(exc, ConfigError) else f"package {offer.package}: {exc!r}"
+            # the daemon and its workers load every backend
+            yield CheckResult(name, "fail", found, f"no daemon starts with it: mend or uninstall {offer.package}")
+        else:
+            origin = "" if offer.package == OWN else f", from package {offer.package}"
+            yield CheckResult(name, "warn" if missing else "ok", _does(backend.capabilities) + origin, missing)
+
+
+def wheels() -> Iterator[CheckResult]:
+    """Check for packages that must not be installed together; yields no result without any."""
+    for rivals in RIVALS:
+        found = [f"{name} {version}" for name in rivals if (version := _version(name)) is not None]
+        if len(found) > 1:
+            advice = "their wheels overwrite each other's files: uninstall the one torch does not use"
+            yield CheckResult("wheels", "warn", " and ".join(found), advice)
+
+
+def runtime_dir(path: Path) -> CheckResult:
+    """Check that the runtime directory belongs to its user alone."""
+    name = "runtime directory"
+    try:
+        found = path.stat()
+    except OSError as exc:
+        return CheckResult(name, "warn", f"{path}: {exc.strerror}", "the daemon creates it")
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o026:
+        return CheckResult(name, "fail", f"{path}: mode {mode:04o}", f"others may enter it: chmod 0700 {path}")
+    if mode & 0o077:
+        advice = f"others may enter it; where node.allowed_uids lets nobody in: chmod 0700 {path}"
+        return CheckResult(name, "warn", f"{path}: mode {mode:04o}", advice)
+    return CheckResult(name, "ok", f"{path}: mode {mode:04o}, uid {found.st_uid}")
+
+
+def daemon(connect: Callable[[], ControlClient]) -> CheckResult:
+    """Check that a daemon answers, and a coordinator behind it."""
+    try:
+        client = connect()
+        try:
+            report = client.status()
+        finally:
+            client.close()
+    except RefitdError as exc:
+        return CheckResult("daemon", "fail", str(exc))
+    nodes = ", ".join(f"{node.node} (pid {node.pid}, {len(node.workers)} workers)" for node in report.nodes)
+    found = f"answers; coordinator pid {report.coordinator_pid}; nodes: {nodes or 'none'}"
+    problems = [*problem_lines(report)]
+    return CheckResult("daemon", "warn" if problems else "ok", found, "; ".join(problems))
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _limits() -> list[capacity.Limit]:
+    try:
+        return [*capacity.memory_limits(), *capacity.process_limits()]
+    except (RefitdError, OSError):
+        return []  # `memory` says that the kernel does not tell
+
+
+def _meminfo(text: str) -> dict[str, int]:
+    """Return the fields of /proc/meminfo in bytes; counts, which have no unit, are unchanged."""
+    fields = {}
+    for line in text.splitlines():
+        key, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[0].isdigit():
+            fields[key] = int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
+    return fields
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _does(capabilities: Capabilities) -> str:
+    ends = "one-sided" if capabilities.is_one_sided else "two-sided"
+    reach = "between nodes" if capabilities.crosses_nodes else "within a node"
+    return f"{ends}, {reach}, {' and '.join(sorted(capabilities.devices))}"
 
 
 class DoctorFound(msgspec.Struct, frozen=True):
-    """What keeps refitd from working on this machine; `healthy` where no check fails."""
+    """The results of all checks; `healthy` if no check fails."""
 
     healthy: bool
-    checks: tuple[checks.CheckResult, ...]
+    checks: tuple[CheckResult, ...]
 
 
 @click.command()
-@click.option("--links", is_flag=True, help="Measure how fast the nodes' cables are instead, between the daemons.")
-@click.option(
-    "--seconds",
-    type=Number(min=0.1, max=10),
-    default=2.0,
-    show_default=True,
-    help="With --links: how long to measure, for each of at most 8 rounds.",
-)
-@click.option("-o", "--output", "file", metavar="FILE", help="With --links: write the file for transport.cables.")
 @address_option
 @json_option
 @click.pass_context
-def doctor(
-    ctx: click.Context, links: bool, seconds: float, file: str | None, address: str | None, as_json: bool
-) -> None:
-    """Check this machine and the daemon on it. Exit 1 if something keeps refitd from working.
-
-    With --links, measure each node's cable in both directions: the daemons' workers send to each other over the copy
-    service that moves weights. Refused while a swap runs, and ended by one that begins. Exit 1 if a cable could not be
-    measured.
-    """
+def doctor(ctx: click.Context, address: str | None, as_json: bool) -> None:
+    """Check this machine and the daemon on it. Exit 1 if something keeps refitd from working."""
     session: Session = ctx.obj
-    if links:
-        _links(ctx, session, seconds, file, address, as_json)
-        return
-    if file is not None:
-        raise click.UsageError("--output is for --links")
-    findings = tuple(checks.all_findings(lambda: session.factory(address), address))
+    findings = tuple(all_findings(lambda: session.factory(address), address))
     healthy = all(finding.state != "fail" for finding in findings)
     if as_json:
         print_json(to_json(DoctorFound(healthy, findings)))
@@ -64,37 +286,3 @@ def doctor(
         rows = ((finding.name, finding.state, finding.found, finding.advice) for finding in findings)
         print_table("", ("check", "state", "found", "what to do"), rows)
     ctx.exit(0 if healthy else EXIT_FAILED)
-
-
-def _links(
-    ctx: click.Context, session: Session, seconds: float, file: str | None, address: str | None, as_json: bool
-) -> None:
-    from refitd_cli import cables
-
-    def told(number: int, rounds: int, rates: Sequence[CableRate]) -> None:
-        slowest = min(rates, key=lambda rate: rate.speed)
-        say(
-            f"round {number} of {rounds}: {len(rates)} cables, the slowest {slowest.source} to {slowest.target}, "
-            f"{8 * slowest.speed / 1e9:.3g} Gbit/s",
-            err=True,
-        )
-
-    with session.client(address) as client:
-        report = cables.measured(client, seconds, told)
-    report = replace(report, file=cables.file_of(report))
-    if file is not None and report.file:
-        try:
-            Path(file).write_text(report.file, encoding="utf-8")
-        except OSError as exc:
-            raise ConfigError(f"{file}: cannot be written: {exc.strerror}; choose another --output FILE") from exc
-    if as_json:
-        print_json(to_json(report))
-    else:
-        cables.show(report)
-        if file is not None and report.file:
-            say(f"written to {file}: set transport.cables to it at the coordinator, then `refitctl reload`")
-        elif report.file:
-            say("a file for transport.cables at the coordinator (--output FILE writes it):")
-            for line in ("", *report.file.splitlines()):
-                say(line)
-    ctx.exit(0 if all(node.send and node.receive for node in report.nodes) else EXIT_FAILED)

@@ -1,12 +1,11 @@
-"""refitctl evict: remove an engine that hangs."""
+"""refitctl evict and forget: remove an engine that hangs; free what dead processes left of a model."""
 
 from __future__ import annotations
 
 import click
 
-from refitd_cli.completion import model_names, replica_names
 from refitd_cli.output import print_json, say, to_json
-from refitd_cli.session import Session, address_option, json_option
+from refitd_cli.session import Session, address_option, json_option, model_names, replica_names
 
 
 @click.command()
@@ -30,10 +29,10 @@ from refitd_cli.session import Session, address_option, json_option
 def evict(
     session: Session, model: str, replica: str, rank: int | None, reason: str, address: str | None, as_json: bool
 ) -> None:
-    """Remove a replica of MODEL that hangs, so that the others can swap again.
+    """Remove a hanging replica of MODEL; the others can then swap again.
 
-    A swap that waits for it ends as if its process had died. When it wakes it serves nothing until it has registered
-    again; its process is left alone.
+    A swap that waits for it ends as if its process had died. When it wakes it must register again before it serves;
+    its process keeps running.
     """
     with session.client(address) as client:
         report = client.evict(model, replica, rank, reason)
@@ -42,3 +41,26 @@ def evict(
     else:
         for member in report.members:
             say(f"{model}: evicted {member}")
+
+
+@click.command()
+@click.argument("model", shell_complete=model_names)
+@address_option
+@json_option
+@click.pass_obj
+def forget(session: Session, model: str, address: str | None, as_json: bool) -> None:
+    """Free what dead processes left of MODEL: versions of ended trainers, memory kept for engines that died.
+
+    Running trainers and engines keep what they have. Without a source, replicas that join get their weights with the
+    next published version only. The history stays. A running swap refuses this.
+    """
+    with session.client(address) as client:
+        report = client.forget(model)
+    if as_json:
+        print_json(to_json(report))
+        return
+    for source in report.sources:
+        say(f"{model}: forgot {source}")
+    if not report.sources:
+        say(f"{model}: no trainer that has ended has left anything")
+    say(f"{model}: what is kept of dead engines is freed on {', '.join(report.nodes)}")

@@ -9,15 +9,16 @@ from typing import Literal
 import click
 import msgspec
 
-from refitd.describe.roster import Roster
+from refitd.describe.metadata import Roster
 from refitd.errors import ConfigError, RefusedError
-from refitd.offline import Shards, load, load_model, rosters_of, shards_of, to_json
+from refitd.offline.files import load, load_model, shards_of, to_json
+from refitd.offline.layouts import Shards
+from refitd.offline.rosters import rosters_of
 from refitd.protocol.reports import ModelDescription
 from refitd.protocol.shards import metadata_of
-from refitd_cli.completion import model_names, replica_names
 from refitd_cli.output import json_on_terminal, print_json, say
 from refitd_cli.printed import ManifestWritten
-from refitd_cli.session import Session, address_option, json_option
+from refitd_cli.session import Session, address_option, json_option, model_names, replica_names
 
 
 @click.command()
@@ -87,7 +88,7 @@ def _registered(session: Session, address: str | None, model: str, replica: str 
         raise RefusedError(f"model {model!r} has no {what}; replicas: {', '.join(known) or 'none'}")
     side: Literal["source", "destination"] = "source" if replica is None else "destination"
     name = model if replica is None else f"{model} {replica}"
-    # ranks of a replica are numbered from 0: where they come among others is for who uses the manifest
+    # ranks of a replica are numbered from 0: the reader of the manifest places them among others
     return msgspec.structs.replace(shards_of(name, rosters, side), first_rank=None)
 
 

@@ -18,7 +18,7 @@ NAMED = 4  # replicas of a model in its line; of more, `refitctl watch` has one 
 @json_option
 @click.pass_obj
 def models(session: Session, address: str | None, as_json: bool) -> None:
-    """List the models: what is published, and what every replica serves."""
+    """List the models: published versions, and the version of every replica."""
     with session.client(address) as client:
         found = client.status().models
     if as_json:

@@ -1,4 +1,4 @@
-"""refitctl plan: what a swap would move."""
+"""refitctl plan: the transfers of a swap."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import click
 
 from refitd.errors import ConfigError
 from refitd.protocol.reports import CableTraffic, PairTraffic, ParameterTraffic, PlanReport, Relaying
-from refitd_cli.completion import model_names
 from refitd_cli.layouts import ManifestPlan, RankNumbers, manifest_options, planned
-from refitd_cli.numbers import Number
 from refitd_cli.output import duration, print_json, print_table, say, size, to_json
 from refitd_cli.printed import LeastTime, ManifestPlanned, ParameterSent, RankMemory, RankPair, Senders
-from refitd_cli.session import Session, address_option, json_option
+from refitd_cli.session import Number, Session, address_option, json_option, model_names
 
 if TYPE_CHECKING:
-    from refitd.plan.cost import Balance, Estimate, Memory, Traffic
+    from refitd.plan.cost import Traffic
+    from refitd_cli.cost import Balance, Estimate, Memory
 
 SPEED = Number(min=0, min_open=True, max=1e6)
 
@@ -163,13 +162,14 @@ def _title(what: str, shown: int, total: int) -> str:
 
 def _offline(found: ManifestPlan, top: int, html_file: str | None, speeds: tuple[float, float], as_json: bool) -> None:
     """Show a plan between manifests."""
-    from refitd.plan import cost
+    from refitd.plan.cost import traffic_of
+    from refitd_cli.cost import Links, balance_of, estimate, in_a_swap, memory_of
 
-    traffic = cost.traffic_of(found.plan)
-    balance = cost.balance_of(traffic, found.rosters)
-    memory = cost.memory_of(found.rosters)
-    moved = cost.in_a_swap(found.plan, found.rosters, traffic)
-    least = cost.estimate(moved, found.rosters, cost.Links(*speeds))
+    traffic = traffic_of(found.plan)
+    balance = balance_of(traffic, found.rosters)
+    memory = memory_of(found.rosters)
+    moved = in_a_swap(found.plan, found.rosters, traffic)
+    least = estimate(moved, found.rosters, Links(*speeds))
     facts = _facts(found, traffic, moved, balance, least, speeds)
     if html_file is not None:
         _write_heat_map(html_file, found, traffic, facts)

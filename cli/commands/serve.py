@@ -1,14 +1,14 @@
-"""refitd serve: run this node's daemon."""
+"""refitd serve and coordinator: run this node's daemon, or the process that plans and decides."""
 
 from __future__ import annotations
 
 import click
 
-from refitd_cli import settings
+from refitd_cli.session import config_options, load_config
 
 
 @click.command()
-@settings.config_options
+@config_options
 @click.option("--workers", type=int, help="Over node.workers: how many sidecars copy.")
 @click.option("--standalone", is_flag=True, help="Run the coordinator beside the daemon.")
 @click.option(
@@ -28,7 +28,18 @@ def serve(
     ready_fd: int | None,
 ) -> None:
     """Run this node's daemon until SIGTERM or SIGINT. It logs to stderr."""
-    config = settings.load(path, node__runtime_dir=runtime_dir, node__workers=workers, log__level=log_level)
+    config = load_config(path, node__runtime_dir=runtime_dir, node__workers=workers, log__level=log_level)
     from refitd import daemon
 
     ctx.exit(daemon.run(config, standalone=standalone, ready_fd=ready_fd))
+
+
+@click.command()
+@config_options
+@click.pass_context
+def coordinator(ctx: click.Context, path: str | None, runtime_dir: str | None, log_level: str | None) -> None:
+    """Run the coordinator until SIGTERM or SIGINT. It logs to stderr."""
+    config = load_config(path, node__runtime_dir=runtime_dir, log__level=log_level)
+    from refitd.coordinator import run
+
+    ctx.exit(run(config))

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from refitd.errors import ConfigError
 from refitd_cli.layouts import manifest_options, planned
-from refitd_cli.numbers import Number
 from refitd_cli.output import duration, print_json, print_table, rank_ranges, say, size, to_json
 from refitd_cli.printed import Simulated, SimulatedCable, SimulatedPhase, SimulatedRoute
-from refitd_cli.session import json_option
+from refitd_cli.session import Number, json_option
 
 if TYPE_CHECKING:
-    from refitd.offline.clusters import ClusterSpeeds
-    from refitd.simulate.predict import Prediction
+    from refitd.clusters import ClusterSpeeds
+    from refitd.simulate import Prediction
     from refitd_cli.layouts import ManifestPlan
 
 ROUTES = ("direct", "relayed", "delta", "relayed delta")
@@ -64,8 +64,8 @@ def simulate(
     """
     if source is None or not targets:
         raise click.UsageError("give the manifests of both sides: --source FILE --target FILE")
-    from refitd.offline.clusters import load_cluster
-    from refitd.simulate.predict import FanOut, Simulation
+    from refitd.clusters import load_cluster
+    from refitd.simulate import FanOut, Simulation
 
     cluster = load_cluster(cluster_file)
     found = planned(source, targets, model_file, collocated, cluster)
@@ -82,12 +82,39 @@ def simulate(
 
 
 def _write_trace(file: str, predictions: list[Prediction]) -> None:
-    from refitd.simulate.trace import trace
-
     try:
         Path(file).write_text(json.dumps(trace(predictions)))
     except OSError as exc:
         raise ConfigError(f"--trace {file}: cannot be written: {exc.strerror}") from exc
+
+
+def trace(predictions: Iterable[Prediction]) -> dict[str, Any]:
+    """Return the JSON object: one process for each prediction, with its phases and its busiest cables as threads."""
+    events: list[dict[str, Any]] = []
+
+    def name(what: str, process: int, thread: int, name: str) -> None:
+        events.append({"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}})
+
+    def span(process: int, thread: int, name: str, at_s: float, seconds: float, **args: float) -> None:
+        span = {"ph": "X", "name": name, "pid": process, "tid": thread, "ts": at_s * 1e6, "dur": seconds * 1e6}
+        events.append(span | {"args": args})
+
+    for number, prediction in enumerate(predictions, 1):
+        name("process_name", number, 0, prediction.route.value)
+        name("thread_name", number, 0, "phases")
+        at, arriving = 0.0, 0.0
+        for phase in prediction.phases:
+            if phase.name == "arriving":
+                arriving = at
+            span(number, 0, phase.name, at, phase.seconds)
+            at += phase.seconds
+        for thread, (cable, rates) in enumerate(zip(prediction.cables, prediction.rates, strict=True), 1):
+            name("thread_name", number, thread, cable.name)
+            for rate in rates:
+                said = {"GB/s": rate.gb_s, "of": cable.gb_s}
+                begin, length = arriving + rate.begin_s, rate.end_s - rate.begin_s
+                span(number, thread, f"{rate.gb_s:.4g} GB/s", begin, length, **said)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _show(found: ManifestPlan, cluster: ClusterSpeeds, changed: float, predictions: list[Prediction]) -> None:

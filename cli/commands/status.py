@@ -1,12 +1,234 @@
-"""refitctl status: nodes, links, models, versions and running swaps."""
+"""refitctl status and watch: nodes, links, models, versions and running swaps, once or refreshed."""
 
 from __future__ import annotations
 
-import click
+import sys
+import time
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import TYPE_CHECKING, Protocol
 
-from refitd_cli.output import print_json, to_json
-from refitd_cli.session import Session, address_option, json_option
-from refitd_cli.view import print_parts, status_parts
+import click
+from msgspec import structs
+
+from refitd.errors import TransportError
+from refitd.protocol.reports import StatusReport
+from refitd.text import printable
+from refitd_cli.output import Grid, bar_columns, bar_fields, console, print_json, say, to_json
+from refitd_cli.session import ControlClient, Number, Session, address_option, json_option, model_names
+from refitd_cli.view import NO_MODELS, print_parts, screen_parts, status_parts
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.progress import TaskID
+
+
+RETRY_S = 1.0  # how often a daemon that is away is looked for, at least
+DAY_S = 86400.0
+
+
+@click.command()
+@click.argument("model", required=False, shell_complete=model_names)
+@click.option(
+    "--interval",
+    type=Number(min=0.1, max=DAY_S),
+    default=1.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds between refreshes.",
+)
+@click.option("--count", type=click.IntRange(min=1), metavar="N", help="End after N refreshes.  [default: Ctrl-C ends]")
+@click.option(
+    "--wait",
+    "wait_s",
+    type=Number(min=0, max=DAY_S),
+    default=60.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds that a daemon which was there may be away, while it is restarted.",
+)
+@address_option
+@json_option
+@click.pass_obj
+def watch(
+    session: Session,
+    model: str | None,
+    interval: float,
+    count: int | None,
+    wait_s: float,
+    address: str | None,
+    as_json: bool,
+) -> None:
+    """Show the status, of MODEL alone if one is given, and keep it fresh until Ctrl-C.
+
+    Where stdout is no terminal, tables are printed at every refresh; with --json one object a line.
+    """
+    with (
+        suppress(KeyboardInterrupt),
+        closing(refreshes(session, address, interval, wait_s)) as results,
+        _display(as_json, model, interval) as display,
+    ):
+        shown = 0
+        for found in results:
+            if isinstance(found, StatusReport):
+                display.show(_only(found, model))
+                shown += 1
+            else:
+                display.wait(found)
+            if shown == count:
+                return
+
+
+def refreshes(
+    session: Session, address: str | None, interval_s: float, wait_s: float
+) -> Generator[StatusReport | TransportError]:
+    """Yield the status every `interval_s` seconds; while the daemon is away, the error that says so.
+
+    Raises:
+        TransportError: there was no daemon to begin with, or one has been away for more than `wait_s` seconds.
+    """
+    client: ControlClient | None = None
+    seen = False
+    gone_at: float | None = None
+    try:
+        while True:
+            try:
+                client = client or session.factory(address)
+                report = client.status()
+            except TransportError as exc:
+                if client is not None:
+                    client.close()
+                    client = None
+                if not seen:
+                    raise
+                now = time.monotonic()
+                gone_at = now if gone_at is None else gone_at
+                if now - gone_at >= wait_s:
+                    raise TransportError(f"the daemon has not come back within {wait_s:g} s: {exc}") from exc
+                yield exc
+                time.sleep(min(interval_s, RETRY_S))
+            else:
+                seen, gone_at = True, None
+                yield report
+                time.sleep(interval_s)
+    finally:
+        if client is not None:
+            client.close()
+
+
+class Display(Protocol):
+    """Shows refreshes."""
+
+    def show(self, report: StatusReport) -> None:
+        """Show one status."""
+        ...
+
+    def wait(self, why: TransportError) -> None:
+        """Report that the daemon is unreachable. Called at every attempt to reach it."""
+        ...
+
+
+class Printed:
+    """Prints refreshes below each other: tables, or one JSON object per line. Reports a lost daemon once, on stderr."""
+
+    def __init__(self, as_json: bool, model: str | None) -> None:
+        self._as_json, self._model = as_json, model
+        self._waits = False
+
+    def show(self, report: StatusReport) -> None:
+        """Print one status."""
+        self._waits = False
+        if self._as_json:
+            print_json(to_json(report))
+        else:
+            say(f"--- {_clock()}")
+            print_parts(status_parts(report, _nothing(self._model)))
+
+    def wait(self, why: TransportError) -> None:
+        """Print the error if it is a new one."""
+        if not self._waits:
+            say(_waiting(why), err=True)
+        self._waits = True
+
+
+class Screen:
+    """Replaces each refresh by the next in a terminal, inside `rich.live`; the last one stays at the end."""
+
+    def __init__(self, terminal: Console, model: str | None, interval_s: float) -> None:
+        from rich.live import Live
+        from rich.progress import Progress
+
+        self._terminal, self._model, self._interval_s = terminal, model, interval_s
+        # never started: it is only drawn, as a part of the live view
+        self._bars = Progress(*bar_columns(), console=terminal, auto_refresh=False)
+        self._tasks: dict[str, TaskID] = {}
+        self._parts: list[str | Grid] = []
+        self.live = Live(console=terminal, auto_refresh=False)
+
+    def show(self, report: StatusReport) -> None:
+        """Replace the shown status."""
+        running = {model.swap.swap: model.swap for model in report.models if model.swap is not None}
+        for swap in self._tasks.keys() - running.keys():
+            self._bars.remove_task(self._tasks.pop(swap))
+        for swap, event in running.items():
+            if swap not in self._tasks:
+                self._tasks[swap] = self._bars.add_task("", members="")
+            self._bars.update(self._tasks[swap], **bar_fields(event))
+        room = self._terminal.height - 1 - len(self._tasks)  # below the clock and the bars
+        self._parts = [*screen_parts(report, _nothing(self._model), room)]
+        self._draw(_text(f"{_clock()}, every {self._interval_s:g} s; Ctrl-C ends", "dim"))
+
+    def wait(self, why: TransportError) -> None:
+        """Show the error above the last status, without its running swaps."""
+        for task in self._tasks.values():
+            self._bars.remove_task(task)
+        self._tasks.clear()
+        self._draw(_text(f"{_clock()}, {_waiting(why)}", "yellow"))
+
+    def _draw(self, head: RenderableType) -> None:
+        from rich.console import Group
+
+        bars = [self._bars] if self._tasks else []
+        parts = [_text(part) if isinstance(part, str) else part for part in self._parts]
+        self.live.update(Group(head, *bars, *parts), refresh=True)
+
+
+@contextmanager
+def _display(as_json: bool, model: str | None, interval_s: float) -> Iterator[Display]:
+    if as_json or not sys.stdout.isatty() or (terminal := console()).is_dumb_terminal:
+        yield Printed(as_json, model)
+        return
+    screen = Screen(terminal, model, interval_s)
+    with screen.live:
+        yield screen
+
+
+def _only(report: StatusReport, model: str | None) -> StatusReport:
+    if model is None:
+        return report
+    return structs.replace(
+        report,
+        models=tuple(found for found in report.models if found.model == model),
+        links=tuple(link for link in report.links if link.model == model),
+    )
+
+
+def _nothing(model: str | None) -> str:
+    return NO_MODELS if model is None else f"no model {model!r}: neither a trainer nor an engine has registered it yet"
+
+
+def _waiting(why: TransportError) -> str:
+    return f"waiting for the daemon: {why}"
+
+
+def _clock() -> str:
+    return time.strftime("%H:%M:%S")
+
+
+def _text(text: str, style: str = "") -> RenderableType:
+    from rich.text import Text
+
+    return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")  # one line, as is counted on
 
 
 @click.command()

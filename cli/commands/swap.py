@@ -1,4 +1,4 @@
-"""refitctl swap: make a version live everywhere, or name the ranks that prevented it."""
+"""refitctl swap, rollback, abort: make a version live everywhere or name the ranks that prevent it; stop a swap."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import click
 from refitd.errors import RefitFailed
 from refitd.protocol.reports import Crossing, MemberReport, SwapFailed, SwapProgress, SwapReport
 from refitd.states import MemberState, SwapOutcome
-from refitd_cli.completion import model_names
 from refitd_cli.group import EXIT_FAILED, error_object
-from refitd_cli.numbers import Number
-from refitd_cli.output import duration, print_json, print_table, rate, say, share, size, to_json, version
-from refitd_cli.progress import swap_bar
-from refitd_cli.session import ControlClient, Session, address_option, json_option
+from refitd_cli.output import duration, print_json, print_table, rate, say, share, size, swap_bar, to_json, version
+from refitd_cli.printed import SwapAborted
+from refitd_cli.session import ControlClient, Number, Session, address_option, json_option, model_names
 
 EXIT_INTERRUPTED = 130
 BLAMED = {MemberState.LOST, MemberState.FAILED, MemberState.LATE, MemberState.POISONED}
@@ -136,10 +134,8 @@ def culprits(report: SwapReport) -> list[str]:
 
 
 def ways(report: SwapReport) -> str:
-    """Return how many source ranks used each transfer mode; for a single rank also the measurement behind it."""
-    found = ", ".join(f"{count} {mode or 'unknown'}" for mode, count in Counter(s.mode for s in report.sources).items())
-    reason = report.sources[0].mode_reason if len(report.sources) == 1 else ""
-    return f"{found} ({reason})" if reason else found
+    """Return how many source ranks used each transfer mode."""
+    return ", ".join(f"{count} {mode or 'unknown'}" for mode, count in Counter(s.mode for s in report.sources).items())
 
 
 def _as_object(report: SwapReport, error: SwapFailed | None) -> dict[str, Any]:
@@ -206,3 +202,48 @@ def _row(member: MemberReport) -> tuple[str, ...]:
         duration(member.paused_s) if member.paused_s else "-",
         member.reason,
     )
+
+
+@click.command()
+@click.argument("model", shell_complete=model_names)
+@click.option("--version", "number", type=click.IntRange(min=0), help="[default: the one before the live one]")
+@click.option("--timeout", type=Number(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
+@address_option
+@json_option
+@click.pass_context
+def rollback(
+    ctx: click.Context, model: str, number: int | None, timeout: float | None, address: str | None, as_json: bool
+) -> None:
+    """Return MODEL to a version that was live before, in every replica or in none.
+
+    Every source rank must hold it still: it is staged and verified like any other (`refitctl history` lists them).
+    """
+
+    def ask(client: ControlClient, on_progress: Callable[[SwapProgress], None] | None) -> SwapReport:
+        return client.rollback(model, number, timeout=timeout, on_progress=on_progress)
+
+    perform(ctx, model, address, as_json, ask)
+
+
+@click.command()
+@click.argument("model", shell_complete=model_names)
+@click.option(
+    "--reason",
+    default="aborted by the operator",
+    show_default=True,
+    help="Shown to clients that wait for the swap.",
+)
+@address_option
+@json_option
+@click.pass_obj
+def abort(session: Session, model: str, reason: str, address: str | None, as_json: bool) -> None:
+    """Stop the running swap of MODEL; the version that serves now keeps serving.
+
+    A swap whose commit is decided cannot be stopped; the command then says so.
+    """
+    with session.client(address) as client:
+        client.abort(model, reason)
+    if as_json:
+        print_json(to_json(SwapAborted(model, aborted=True, reason=reason)))
+    else:
+        say(f"{model}: swap aborted ({reason})")

@@ -6,11 +6,9 @@ import click
 
 from refitd.protocol.reports import Difference, MemberProof, VerifyReport
 from refitd.states import ProofState
-from refitd_cli.completion import model_names
 from refitd_cli.group import EXIT_FAILED
-from refitd_cli.numbers import Number
 from refitd_cli.output import duration, print_json, print_table, say, size, to_json, version
-from refitd_cli.session import Session, address_option, json_option
+from refitd_cli.session import Number, Session, address_option, json_option, model_names
 
 
 @click.command()
@@ -22,7 +20,7 @@ from refitd_cli.session import Session, address_option, json_option
 def verify(ctx: click.Context, model: str, timeout: float | None, address: str | None, as_json: bool) -> None:
     """Check the live weights of every replica of MODEL against the digest of the version that it serves.
 
-    Engines go on meanwhile. Exit 0 only if every rank that serves a version is proven to hold it, byte for byte.
+    Engines continue to serve. Exit 0 only if every rank that serves a version is proven to hold it, byte for byte.
     """
     session: Session = ctx.obj
     with session.client(address) as client:

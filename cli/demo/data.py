@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
-PROMPT = b"    def read(self, "  # what the engines complete
+PROMPT = b"    def read(self, "  # the engines complete this prompt
 NEW_TOKENS = 32
 HELD_OUT_EVERY = 16  # one file in so many is never trained on
 
@@ -35,7 +35,7 @@ class Corpus:
 
 
 def load(folder: Path | None = None) -> Corpus:
-    """Read the modules that lie directly in the standard library's folder, split by their order of name.
+    """Read the modules directly in the standard library's folder, split by their order of name.
 
     Raises:
         RuntimeError: this Python has no sources (a zipped or stripped installation).

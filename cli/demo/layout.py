@@ -37,7 +37,7 @@ class TransformerConfig:
 
 @dataclass(frozen=True, slots=True)
 class RankPosition:
-    """Where one process stands: rank = pp_stage * tp_size + tp_rank, as its replica (or trainer) counts."""
+    """The position of one process: rank = pp_stage * tp_size + tp_rank, as its replica (or trainer) counts."""
 
     tp_rank: int = 0
     tp_size: int = 1

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from refitd.mxfp8 import BLOCK
-from refitd.transforms.mxfp8_format import quantize
+from refitd.mxfp8.format import BLOCK, quantize
 from refitd_cli.demo.layout import Array, BlockSplit, RankPosition, indices
 
 if TYPE_CHECKING:
@@ -44,8 +43,8 @@ def shard_of_part(which: str, part: Array, cut: BlockSplit | None, layout: RankP
 class Quantized:
     """A model whose projections are held in MXFP8.
 
-    Processors without MXFP8 cannot multiply with them: the layers keep a bfloat16 copy, which is derived from what is
-    held and made anew inside every commit. An engine on a GPU that can has no such copies.
+    Processors without MXFP8 cannot multiply with them: the layers keep a bfloat16 copy, which every commit derives
+    again from the MXFP8 values. An engine on a GPU that can has no such copies.
     """
 
     def __init__(self, model: DemoModel) -> None:

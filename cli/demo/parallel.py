@@ -59,11 +59,6 @@ class Gloo:
         """Return the sum over the group."""
         return self._combine(tensor, tensor, lambda parts: torch.stack(parts).sum(0))
 
-    def all_min(self, value: int) -> int:
-        """Return the smallest of every rank's value."""
-        mine = torch.tensor([value])
-        return int(self._combine(mine, mine, lambda parts: torch.stack(parts).amin(0)).item())
-
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor, in rank order."""
         result = tensor.new_empty((self.size, *tensor.shape))

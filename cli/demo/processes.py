@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from refitd.testing import Daemon, ProcessFailed
-from refitd_cli.demo.channel import Message
+
+Message = dict[str, Any]
 
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded here: the child may not load anything between fork and exec
@@ -53,7 +54,7 @@ class DemoProcesses:
     Args:
         directory: where logs go.
         on_event: called with a child's name and each event it sends, on the launcher's thread.
-        on_wait: called about every second of a wait in which nothing happened, with what is awaited.
+        on_wait: called about every second of an idle wait, with the awaited event.
     """
 
     def __init__(

@@ -61,11 +61,11 @@ class Verdict:
     differing: tuple[str, ...]  # "engine-a-2 decoder.layers.0...: 17 bytes"
     logits_max_abs_diff: float
     argmax_agreement: float
-    bfloat16_bytes: int = 0  # what it would hold in bfloat16, where it holds MXFP8; else 0
+    bfloat16_bytes: int = 0  # its bytes in bfloat16 if it holds MXFP8; else 0
 
     @property
     def is_mxfp8(self) -> bool:
-        """Whether it holds the trainer's weights rounded to fewer bits, so that logits differ and only bytes prove."""
+        """Whether its weights are the trainer's rounded to fewer bits: logits then differ, and only bytes prove."""
         return self.bfloat16_bytes > 0
 
     @property

@@ -18,9 +18,8 @@ import refitd
 from refitd.protocol.reports import SwapReport
 from refitd.states import SwapOutcome
 from refitd.text import printable
-from refitd_cli.demo.channel import Message
 from refitd_cli.demo.layout import TransformerConfig
-from refitd_cli.demo.processes import DemoFailed, DemoProcesses
+from refitd_cli.demo.processes import DemoFailed, DemoProcesses, Message
 from refitd_cli.demo.proof import Party, Verdict, compare, logits_path, state_path, whole_model
 from refitd_cli.demo.show import Progress, ShownChange, SwapRow, as_object, pauses, sample, tables
 from refitd_cli.output import duration, print_json, rate, size, to_json
@@ -37,7 +36,7 @@ TRAINER_SEED, FIRST_ENGINE_SEED = 1, 100  # engines start from other weights
 CHECKED_TEXT = {"size": 2, "length": 192}
 
 START_S, TRAIN_S, SWAP_S, FLIP_S, SAMPLE_S, CHECK_S = 60.0, 60.0, 30.0, 30.0, 60.0, 60.0
-SWAP_AND_FLIP_S = 1.0  # what they usually take
+SWAP_AND_FLIP_S = 1.0  # their usual duration
 INTERRUPTED = 130
 LONGEST_BASE = 40  # a socket's path holds 107 bytes
 

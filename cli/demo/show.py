@@ -1,4 +1,4 @@
-"""What the demo prints: progress while it runs, tables at the end, one JSON object for programs."""
+"""The output of the demo: progress while it runs, tables at the end, one JSON object for programs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Progress:
         print(f"[{self.seconds:5.1f} s] {printable(text)}", file=sys.stderr, flush=True)
 
     def waiting(self, what: str) -> None:
-        """Print what is awaited, if nothing was printed for a while."""
+        """Print the awaited event, after a while without output."""
         if time.monotonic() - self._last > 1.5:
             self.say(f"... waiting for {what}")
 

@@ -13,8 +13,16 @@ import torch.nn.functional as F
 
 import refitd
 from refitd_cli.demo import data
-from refitd_cli.demo.channel import Channel, Message, reporting
-from refitd_cli.demo.member import COMMAND_TIMEOUT_S, MODEL_NAME, DemoProcess, join, write_state
+from refitd_cli.demo.member import (
+    COMMAND_TIMEOUT_S,
+    MODEL_NAME,
+    Channel,
+    DemoProcess,
+    Message,
+    join,
+    reporting,
+    write_state,
+)
 from refitd_cli.demo.model import DemoModel, compute_dtype, initialise
 from refitd_cli.demo.mxfp8 import PATTERN
 
@@ -25,7 +33,7 @@ MAX_GRAD_NORM = 1.0
 
 
 class Trainer:
-    """The model's shard of this rank, and what a step needs."""
+    """The model's shard of this rank, and the inputs of a step."""
 
     def __init__(self, member: DemoProcess, corpus: data.Corpus) -> None:
         self.layout, self.comm, self.everyone = member.layout, member.comm, member.everyone

@@ -1,1 +1,1 @@
-"""Other frameworks, over what `refitd` exports and nothing else of it."""
+"""Connect other frameworks, using only the public names of `refitd`."""

@@ -1,4 +1,4 @@
-"""Engines that a trainer drives: called only once a version has been decided, they stand still for its commit."""
+"""Swap versions into engines that a trainer drives: they pause only for the commit."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from typing import Any
 
 import refitd
 
+# How long a driven engine waits, when it registers, for the version that the other engines serve.
+CATCH_UP_S = 20.0
+
+
+def live_version(client: refitd.Client, model: str) -> int | None:
+    """Return the version that a model's replicas serve; None if there is none."""
+    return next((found.live for found in client.status().models if found.model == model), None)
+
 
 class Fleet:
-    """The engines of a model as the trainer that drives them has last seen them.
+    """The engines of a model, as their trainer last saw them.
 
-    A call costs more than its answer: workers of vLLM spin for a second after each. So engines are called before the
-    decision only where the cluster's status says that one of them needs it.
+    A call is expensive: vLLM's workers spin for a second after each. Before the decision, engines are called only if
+    the cluster's status shows that one of them needs it.
     """
 
     def __init__(self, client: refitd.Client, model: str) -> None:
@@ -21,11 +29,11 @@ class Fleet:
         self._seen: set[tuple[str, int]] | None = None
 
     def prepare(self, register: Callable[[], None], catch_up: Callable[[], None]) -> None:
-        """Have the engines register if one that was there is gone, and take over what nobody has driven them to.
+        """Make the engines register if one is lost, and commit versions that are still staged.
 
         Args:
-            register: has every engine register that has not; called the first time, too.
-            catch_up: has every engine take over a version that is decided and not live there.
+            register: registers every unregistered engine; also called the first time.
+            catch_up: commits decided versions that are not live yet, on every engine.
         """
         if self._seen is None or not self._seen <= {(t.replica, t.rank) for t in self._targets()}:
             register()
@@ -49,19 +57,19 @@ def swap_and_drive(
 ) -> refitd.SwapReport:
     """Swap, and call `take_over` on another thread as soon as the version is decided; return when both are done.
 
-    While the version is staged nobody calls the engines, and they go on. `take_over` has every engine wait for the
-    version. It is not called where the swap ends before its decision.
+    Engines keep running while the version is staged. `take_over` makes every engine wait for the version. It is not
+    called if the swap ends before its decision.
 
     Args:
-        client: who asks for the swap.
+        client: requests the swap.
         model: the model's name.
         version: the version, published by this rank.
-        take_over: raises what an engine answers.
+        take_over: raises the error of an engine that fails.
         wait: as in `Client.swap`.
-        timeout: likewise.
+        timeout: as in `Client.swap`.
 
     Raises:
-        RefusedError, SwapFailed, DeadlineExceeded: as `Client.swap`; anything that `take_over` raises comes first.
+        RefusedError, SwapFailed, DeadlineExceeded: as `Client.swap`; an error of `take_over` has priority.
     """
     failed: list[Exception] = []
     driving: list[threading.Thread] = []

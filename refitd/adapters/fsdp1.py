@@ -1,11 +1,11 @@
 """Describe FSDP1 (FullyShardedDataParallel) and DeepSpeed ZeRO-3 modules as sources: each rank offers its flat slices.
 
-Both frameworks split flattened parameters into contiguous runs of elements. A rank offers its runs without gathering or
-copying: the tensors are views of the framework's own shards, so they follow every optimizer step.
+Both frameworks split flattened parameters into contiguous ranges of elements. A rank offers its ranges without
+gathering or copying: the tensors are views of the framework's own shards, so they follow every optimizer step.
 
-The FSDP1 part reads private attributes of torch 2.13 (`FlatParameter`). It ran on CPUs, without hybrid sharding. The
-ZeRO-3 part reads the attributes that DeepSpeed sets on parameters (`ds_tensor`, `ds_shape`, `ds_process_group`). It ran
-with DeepSpeed 0.19.8 on CPUs, without offloading (scripts/try-zero3).
+`fsdp1_tensors` reads private attributes of torch 2.13 (`FlatParameter`). It ran on CPUs, without hybrid sharding.
+`zero3_tensors` reads the attributes that DeepSpeed sets on parameters (`ds_tensor`, `ds_shape`, `ds_process_group`). It
+ran with DeepSpeed 0.19.8 on CPUs, without offloading (scripts/try-zero3).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def fsdp1_tensors(module: nn.Module, rank: int) -> FlatShards:
         rank: this process's rank among all source ranks.
 
     Raises:
-        PlanError: a parameter's memory is not contiguous, or the module is not sharded now. Names the parameter.
+        PlanError: a parameter's memory is not contiguous, or the module is not sharded now; the error names it.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -73,13 +73,13 @@ def fsdp1_tensors(module: nn.Module, rank: int) -> FlatShards:
 def zero3_tensors(module: nn.Module, rank: int) -> FlatShards:
     """Return this rank's tensors of a module partitioned by DeepSpeed ZeRO stage 3, as `fsdp1_tensors` does.
 
-    Each parameter is split into equal runs, one for each data-parallel rank, with padding at the end; so are those
-    below `stage3_param_persistence_threshold`, which DeepSpeed keeps gathered beside that. With bf16 or fp16 enabled
-    they are offered in that type, as DeepSpeed computes with them. Shared parameters become ties. Offloaded parameters
-    are untested.
+    Each parameter is split into equal ranges, one for each data-parallel rank, with padding at the end. This includes
+    parameters below `stage3_param_persistence_threshold`; DeepSpeed also stores gathered copies of these. If bf16 or
+    fp16 is enabled, parameters are offered in that type, because DeepSpeed computes with it. Shared parameters become
+    ties. Offloaded parameters are untested.
 
     Raises:
-        PlanError: a parameter has no partition on this rank. Names it.
+        PlanError: a parameter has no partition on this rank; the error names it.
     """
     held: FlatShards = {}, []
     named: dict[int, list[str]] = {}
@@ -148,7 +148,7 @@ def _add_rest(held: FlatShards, module: nn.Module, managed: set[int], rank: int)
 
 
 def _whole(flat: Any) -> list[Any]:
-    """Return shard infos of a flat parameter that is not sharded: all parameters, one after the other."""
+    """Return shard infos of a flat parameter that is not sharded: all its parameters, consecutively."""
     from torch.distributed.fsdp._flat_param import _ShardParamInfo
 
     found, offset = [], 0

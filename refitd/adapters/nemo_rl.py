@@ -1,4 +1,4 @@
-"""NeMo-RL: a checkpoint engine for `policy.generation.refit_transport`, from policy workers into vLLM workers.
+"""Implement NeMo-RL's checkpoint engine (`policy.generation.refit_transport`), from policy workers to vLLM workers.
 
     policy.generation.refit_transport: "refitd.adapters.nemo_rl:RefitdTransport"
     policy.generation.refit_cfg: {"refitd.adapters.nemo_rl:RefitdTransport": {model: policy}}
@@ -11,7 +11,6 @@ docs/nemo_rl.md.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -20,22 +19,22 @@ from typing import Any
 import torch
 
 import refitd
+from refitd.adapters.received import ReceivedTensors
 from refitd.adapters.refit_room import GENERATION, TRAINER, SessionRoom
-from refitd.adapters.refit_shares import PublishedShare, Weights
+from refitd.adapters.streams import PublishedShare, Shapes, Weights, copied
 
-POLL_S = 0.1  # interval between checks for what is still missing
-STILL_S = 600.0  # an engine's time to load; the coordinator's deadline ends a swap earlier
+POLL_S = 0.1  # interval between checks for missing versions and ranks
 BEAT_S = 0.25  # interval between checks for a failure of another rank
 
 
 class RefitdTransport:
     """One rank's side of all refits: policy ranks publish, the first one swaps, generation ranks load.
 
-    Every policy rank yields the same whole tensors in the same order and publishes its part of them. A generation rank
-    keeps buffers for all tensors, and passes views of them to the engine once the version is decided.
+    Every policy rank yields the same unsharded tensors in the same order and publishes its share of them. A generation
+    rank has buffers for all tensors, and passes views of them to the engine once the version is decided.
     """
 
-    shard_expert_weights = False  # generation ranks receive whole tensors
+    shard_expert_weights = False  # generation ranks receive unsharded tensors
 
     def __init__(
         self,
@@ -51,12 +50,12 @@ class RefitdTransport:
         """Store the settings of `refit_cfg`, without connecting.
 
         Args:
-            bucket_size: the largest batch for the engine's loader, in bytes; a larger tensor is a batch of its own.
+            bucket_size: the largest batch for the engine's loader, in bytes; a larger tensor forms its own batch.
             model: the model's name in refitd.
-            replica: the replica's name in refitd, shared by all generation ranks.
+            replica: the prefix of the generation ranks' replica names. Each rank has all tensors and is a replica.
             directory: the daemon's directory; "": this user's default.
-            timeout_s: seconds for one refit, counted on each rank from when it begins.
-            slots: the number of versions that a policy rank's node keeps.
+            timeout_s: seconds for one refit, counted on each rank from its start of the refit.
+            slots: the number of versions that a policy rank's node stores.
             release_after_refit: read by NeMo-RL, which then finalizes after each refit and prepares before the next.
         """
         if bucket_size < 1 or timeout_s <= 0:
@@ -71,18 +70,18 @@ class RefitdTransport:
         self._source: refitd.StreamedSource | None = None
         self._first_version = 0
         self._is_compared = False
-        self._buffers: _Buffers | None = None
+        self._buffers: ReceivedTensors | None = None
 
     # --- NeMo-RL's lifecycle ------------------------------------------------------------------------------
 
     def prepare(self) -> dict[str, Any]:
-        """Connect to this node's daemon; return a session, of which NeMo-RL gives all ranks the first policy rank's."""
+        """Connect to this node's daemon; return a session. NeMo-RL passes the first policy rank's to all ranks."""
         self.finalize()
         self._client = refitd.connect(self._directory or None, name="nemo-rl", reconnect=False)
         return {"refitd": uuid.uuid4().hex[:12], "model": self._model}
 
     def get_target_weight_layout(self) -> dict[str, Any] | None:
-        """Return None: policy ranks send whole tensors."""
+        """Return None: policy ranks send unsharded tensors."""
         return None
 
     def init_policy_process_group(
@@ -105,15 +104,16 @@ class RefitdTransport:
             client.close()
 
     async def send_weights(self, weights: Weights) -> None:
-        """Publish this rank's part. The first rank returns once the version is live in every generation rank.
+        """Publish this rank's share. The first rank returns once the version is live in every generation rank.
 
-        In the first refit a rank keeps its part in main memory until the iterator ends, because shapes are declared
-        then. Later refits copy each tensor into a slot at once.
+        In the first refit a rank stores its share in main memory until the iterator ends, because shapes are declared
+        then. Later refits copy each tensor directly into a slot.
 
         Raises:
             RefusedError: names, shapes or dtypes differ from the first refit's or from other ranks'.
-            RefitFailed: another rank failed; says which and why. Its subclass SwapFailed: the version is not live.
-            PeerLost: a rank or the daemon is gone.
+            RefitFailed: another rank failed; the error names it and the reason. SwapFailed (a subclass): the version is
+                not live.
+            PeerLost: a rank or the daemon is lost.
             DeadlineExceeded: some rank did not take part within `timeout_s`.
         """
         left = iter(weights)
@@ -132,22 +132,22 @@ class RefitdTransport:
         """Wait for this refit's version and yield views of its tensors, each valid until the next batch is requested.
 
         Raises:
-            RefitFailed, PeerLost, DeadlineExceeded: as in `send_weights`, before anything is yielded.
+            RefitFailed, PeerLost, DeadlineExceeded: as in `send_weights`, before the first batch.
         """
         deadline = time.monotonic() + self._timeout
         try:
             with self._refit(GENERATION) as room:
                 if self._buffers is None:
-                    offered = self._wait_for_offer(room, deadline)
-                    self._buffers = _Buffers(self._connected(), self._model, self._replica, room, offered, deadline)
+                    self._buffers = self._register(room, deadline)
                 buffers = self._buffers
-                buffers.take(room, deadline)
+                self._take(buffers, room, deadline)
         except BaseException as exc:
             if not isinstance(exc, refitd.RefitFailed):  # after RefitFailed the next refit can use the buffers
                 self._drop_buffers()
             raise
-        with buffers.held():
-            for batch in buffers.batches(self._bucket_size):
+        with buffers.reading():
+            tensors = {name: tensor for name, tensor in buffers.tensors.items() if name != room.mark}
+            for batch in _batches(tensors, self._bucket_size):
                 yield batch
 
     # --- both sides ---------------------------------------------------------------------------------------
@@ -184,10 +184,10 @@ class RefitdTransport:
             raise
 
     def _let_go(self) -> None:
-        """Close this rank's registrations and forget the tensors' names and shapes."""
+        """Close this rank's registrations and drop the tensors' names and shapes."""
         source, self._source = self._source, None
         self._share, self._is_compared = None, False
-        with contextlib.suppress(refitd.RefitdError):  # the daemon may have gone
+        with contextlib.suppress(refitd.RefitdError):  # the daemon may be lost
             if source is not None:
                 source.close()
         self._drop_buffers()
@@ -198,12 +198,12 @@ class RefitdTransport:
     # --- policy ranks -------------------------------------------------------------------------------------
 
     def _publish(self, room: SessionRoom, weights: Iterator[tuple[str, torch.Tensor]]) -> int:
-        """Publish this rank's part, and return the version's number, which every rank computes by itself."""
+        """Publish this rank's share, and return the version's number, which every rank computes by itself."""
         mark = [(room.mark, torch.tensor([room.serial]))] if room.rank == 0 else []
         if self._share is None:
             share, held = PublishedShare(room.rank, room.worlds[TRAINER]), {}
             for name, tensor in share.first(weights):
-                held[name] = torch.empty(tuple(tensor.shape), dtype=tensor.dtype).copy_(tensor)
+                held[name] = copied(tensor)
             if held:
                 shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in [*held.items(), *mark]}
                 self._source = self._connected().declare_source(
@@ -219,9 +219,9 @@ class RefitdTransport:
             mine: Iterator[tuple[str, torch.Tensor]] = iter(held.items())
         else:
             mine = self._share.again(weights)
-        version = self._first_version + room.serial - 1  # a failed refit uses up its number, too
+        version = self._first_version + room.serial - 1  # a failed refit also uses up its number
         if self._source is None:
-            for _ in mine:  # this rank publishes nothing, but the iterator's collectives need it
+            for _ in mine:  # this rank's share is empty, but the iterator's collectives need it
                 pass
         else:
             self._source.publish_from(version, _chained(mine, mark), timeout=self._timeout)
@@ -230,10 +230,11 @@ class RefitdTransport:
     def _make_live(self, room: SessionRoom, version: int) -> None:
         """Swap to the version once every policy rank has published it and every generation rank wants it."""
         client, deadline = self._connected(), time.monotonic() + self._timeout
+        replicas = {_replica(self._replica, rank): rank for rank in range(room.worlds[GENERATION])}
         while True:
             room.check()
             found = next((m for m in room.look().models if m.model == self._model), None)
-            targets = [t for t in found.targets if t.replica == self._replica] if found else []
+            targets = [t for t in found.targets if t.replica in replicas] if found else []
             if found and version in found.complete_versions and len(targets) == room.worlds[GENERATION]:
                 break
             if time.monotonic() > deadline:
@@ -249,7 +250,7 @@ class RefitdTransport:
             self._share.check_offered(client.tensors(self._model, timeout=self._timeout), room.mark)
             self._is_compared = True
         wanted = len(self._share.shapes) + 1 if self._share else 0
-        if wrong := [t.rank for t in targets if t.tensors != wanted]:
+        if wrong := [replicas[t.replica] for t in targets if t.tensors != wanted]:
             raise refitd.RefusedError(
                 f"generation ranks {wrong[:10]} do not want the {wanted} tensors that are offered; shut the weight "
                 "synchronizer down, so that all ranks are prepared anew"
@@ -258,7 +259,7 @@ class RefitdTransport:
 
     # --- generation ranks ---------------------------------------------------------------------------------
 
-    def _wait_for_offer(self, room: SessionRoom, deadline: float) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def _wait_for_offer(self, room: SessionRoom, deadline: float) -> Shapes:
         """Return this session's tensors once all policy ranks have declared them."""
         client = self._connected()
         while True:
@@ -266,7 +267,7 @@ class RefitdTransport:
             room.look_at_times()
             with contextlib.suppress(
                 refitd.DeadlineExceeded, refitd.PlanError
-            ):  # ranks of an earlier trainer are there
+            ):  # ranks of an earlier trainer are still registered
                 if room.mark in client.tensors(self._model, timeout=BEAT_S):
                     found = next((m for m in client.status().models if m.model == self._model), None)
                     if found and sum(s.attached for s in found.sources) == found.source_world_size:
@@ -278,103 +279,55 @@ class RefitdTransport:
                 )
             time.sleep(POLL_S)
 
+    def _register(self, room: SessionRoom, deadline: float) -> ReceivedTensors:
+        """Allocate buffers for all tensors, and register them as a replica."""
+        offered = self._wait_for_offer(room, deadline)
+        buffers = ReceivedTensors(self._connected(), offered, timeout=self._timeout)
+        try:
+            buffers.register(self._model, _replica(self._replica, room.rank))
+        except BaseException:
+            buffers.free()
+            raise
+        return buffers
+
+    def _take(self, buffers: ReceivedTensors, room: SessionRoom, deadline: float) -> None:
+        """Return once the buffers hold this refit's version. They do not change until they have been read."""
+
+        def is_there() -> bool:
+            # a replica that joins first gets the live version, which may be of an earlier refit
+            return buffers.version is not None and int(buffers.tensors[room.mark]) == room.serial
+
+        while not buffers.begin_to_read(is_there, BEAT_S):
+            room.check()
+            room.look_at_times()
+            if time.monotonic() > deadline:
+                raise refitd.DeadlineExceeded(
+                    f"refit {room.serial}: its version is not live here in time ({buffers.state}); look at "
+                    "`refitctl status`"
+                )
+
     def _drop_buffers(self) -> None:
         buffers, self._buffers = self._buffers, None
         if buffers is not None:
-            with contextlib.suppress(refitd.RefitdError):  # the daemon may have gone
-                buffers.close()
+            buffers.free()
 
 
-class _Buffers:
-    """A generation rank's copy of all tensors, registered as a target that the daemon's workers write in place."""
-
-    def __init__(
-        self,
-        client: refitd.Client,
-        model: str,
-        replica: str,
-        room: SessionRoom,
-        offered: dict[str, tuple[tuple[int, ...], torch.dtype]],
-        deadline: float,
-    ) -> None:
-        self._client, self._mark = client, room.mark
-        self._lock = threading.Lock()  # held while the engine reads, and while workers write
-        self._is_still = False
-        self._written = threading.Event()
-        left = max(1.0, deadline - time.monotonic())
-        self._tensors = client.allocate(offered, timeout=left)
-        try:
-            self._target = client.register_target(
-                model,
-                self._tensors,
-                replica=replica,
-                rank=room.rank,
-                world_size=room.worlds[GENERATION],
-                mode="in-place",
-                on_pause=self._pause,
-                on_resume=self._resume,
-                timeout=left,
-            )
-        except BaseException:
-            client.free(self._tensors)
-            raise
-
-    def take(self, room: SessionRoom, deadline: float) -> None:
-        """Return once the buffers hold this refit's version. They do not change until `held` ends."""
-        while True:
-            room.check()
-            room.look_at_times()
-            # a replica that joins first gets the live version, which may be of an earlier refit
-            if self._lock.acquire(timeout=BEAT_S):
-                if self._target.version is not None and int(self._tensors[self._mark]) == room.serial:
-                    return
-                self._lock.release()
-            if time.monotonic() > deadline:
-                raise refitd.DeadlineExceeded(
-                    f"refit {room.serial}: its version is not live here in time (live: {self._target.version}"
-                    f"{', ' + self._target.fenced if self._target.fenced else ''}); look at `refitctl status`"
-                )
-            self._written.wait(BEAT_S)
-            self._written.clear()
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Allow writes to the buffers again when the block ends."""
-        try:
-            yield
-        finally:
-            self._lock.release()
-
-    def batches(self, most: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Yield all tensors, in batches of at most `most` bytes, or of one tensor."""
-        batch: list[tuple[str, torch.Tensor]] = []
-        nbytes = 0
-        for name, tensor in self._tensors.items():
-            if name == self._mark:
-                continue
-            if batch and nbytes + tensor.nbytes > most:
-                yield batch
-                batch, nbytes = [], 0
-            batch.append((name, tensor))
-            nbytes += tensor.nbytes
-        if batch:
+def _batches(tensors: dict[str, torch.Tensor], most: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Yield all tensors, in batches of at most `most` bytes; a larger tensor forms its own batch."""
+    batch: list[tuple[str, torch.Tensor]] = []
+    nbytes = 0
+    for name, tensor in tensors.items():
+        if batch and nbytes + tensor.nbytes > most:
             yield batch
+            batch, nbytes = [], 0
+        batch.append((name, tensor))
+        nbytes += tensor.nbytes
+    if batch:
+        yield batch
 
-    def close(self) -> None:
-        """Close the registration and free the memory."""
-        self._target.close()
-        self._client.free(self._tensors)
 
-    def _pause(self, version: int) -> None:
-        if not self._lock.acquire(timeout=STILL_S):  # the engine loads
-            raise refitd.DeadlineExceeded(f"the engine has been reading the buffers for {STILL_S:.0f} s")
-        self._is_still = True
-
-    def _resume(self, version: int | None) -> None:
-        if self._is_still:
-            self._is_still = False
-            self._lock.release()
-        self._written.set()
+def _replica(prefix: str, rank: int) -> str:
+    return f"{prefix}-{rank}"
 
 
 def _chained(*parts: Weights) -> Iterator[tuple[str, torch.Tensor]]:

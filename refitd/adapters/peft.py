@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT as sources: the adapters alone, or merged into the base model's weights."""
+"""Offer PEFT's LoRA adapters as sources: the adapters alone, or merged into the base model's weights."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from refitd import ParameterMetadata, RefusedError, unwrapped_name
 
 
 def adapter_tensors(peft_model: torch.nn.Module, adapter_name: str = "default") -> Mapping[str, torch.Tensor]:
-    """Return an adapter's live tensors by the names that PEFT gives them in a checkpoint, for `register_source`.
+    """Return an adapter's live tensors by PEFT's checkpoint names, for `register_source`.
 
-    They are what `get_peft_model_state_dict` returns: LoRA's A and B, DoRA's magnitudes, copies of `modules_to_save`;
-    base weights of embeddings are left out. DTensors stay DTensors. Whoever reads the mapping gets the model's present
-    tensors, so that a registration follows them. Scaling (`lora_alpha`, `r`) is not among them: it does not change, and
-    an engine knows it from the adapter's configuration.
+    They are the tensors that `get_peft_model_state_dict` returns: LoRA's A and B, DoRA's magnitudes, copies of
+    `modules_to_save`, but not the base weights of embeddings. DTensors stay DTensors. Each lookup returns the model's
+    present tensor, so a registration follows the model. Scaling (`lora_alpha`, `r`) is not included: it does not
+    change, and an engine reads it from the adapter's configuration.
 
     Raises:
-        RefusedError: this is no PEFT model, it has no such adapter, or PEFT computes a tensor of its checkpoints.
+        RefusedError: this is not a PEFT model, it has no such adapter, or PEFT computes a tensor when it saves.
     """
     return _AdapterTensors(peft_model, adapter_name)
 
@@ -31,17 +31,18 @@ def adapter_tensors(peft_model: torch.nn.Module, adapter_name: str = "default") 
 def merged(peft_model: torch.nn.Module, *, only_trained: bool = False) -> MergedWeights:
     """Return the base model's weights with its active LoRA adapters merged into them, for `declare_source`.
 
-    PEFT's own merge computes them, on a copy of one layer at a time: they are those of `merge_and_unload()`, bit for
-    bit, and the model's weights stay as they are. Linear (also transformers' Conv1D), Embedding and convolution layers,
-    parameters of fused experts (`target_parameters`) and `modules_to_save` can be merged, with every variant that PEFT
-    merges into them (DoRA, rsLoRA). DTensors are gathered: all ranks iterate, and one publishes.
+    PEFT's own merge computes them, on a copy of one layer at a time. They equal the weights of `merge_and_unload()` bit
+    for bit, and the model's own weights do not change. Linear (also transformers' Conv1D), Embedding and convolution
+    layers, parameters of fused experts (`target_parameters`) and `modules_to_save` can be merged, with every variant
+    that PEFT can merge (DoRA, rsLoRA). DTensors are gathered: all ranks must iterate, and one publishes.
 
     Args:
         peft_model: the trainer's model, with LoRA adapters.
-        only_trained: leave out what training does not change, for a source with `partial=True`.
+        only_trained: skip weights that training does not change, for a source with `partial=True`.
 
     Raises:
-        RefusedError: a layer cannot be merged (quantised, say), or several adapters go into one tied weight. Names it.
+        RefusedError: a layer cannot be merged (for example, it is quantised), or several adapters change one tied
+            weight; the error names it.
     """
     return MergedWeights(peft_model, only_trained)
 
@@ -56,7 +57,7 @@ class _AdapterTensors(Mapping[str, torch.Tensor]):
         if adapter_name not in adapters:
             raise RefusedError(f"the model has no adapter {adapter_name!r}; it has {', '.join(adapters) or 'none'}")
         held = {path: tensor for path, tensor in peft_model.state_dict(keep_vars=True).items()}
-        # PEFT picks from what it is given, so that identity says which parameter each of its names is
+        # PEFT selects tensors from this state dict, so identity maps each of its names to a parameter
         named = get_peft_model_state_dict(
             peft_model, state_dict=dict(held), adapter_name=adapter_name, save_embedding_layers=False
         )
@@ -84,21 +85,21 @@ class _AdapterTensors(Mapping[str, torch.Tensor]):
 
 @dataclass(slots=True)
 class _Weight:
-    """One weight of the merged model: its names, its present (unmerged) tensor, and the adapted layer that it is in."""
+    """One weight of the merged model: its names, its present (unmerged) tensor, and its adapted layer."""
 
     names: list[str]
     tensor: torch.Tensor
-    layer: str = ""  # "": in none
-    inner: str = ""  # its name in that layer's base layer
+    layer: str = ""  # "": not in an adapted layer
+    inner: str = ""  # the weight's name in the adapted layer's base layer
     is_trained: bool = False
 
 
 class MergedWeights:
-    """Weights with adapters merged into them, made anew, layer by layer, by each iteration. Made by `merged`.
+    """Weights with adapters merged into them; `merged` returns this. Each iteration merges again, layer by layer.
 
     Attributes:
         shapes: {name: (shape, dtype)} under the base model's names.
-        metadata: their descriptions; they say which are tied.
+        metadata: the weights' descriptions; aliases show which weights are tied.
     """
 
     def __init__(self, peft_model: torch.nn.Module, only_trained: bool) -> None:
@@ -129,7 +130,7 @@ class MergedWeights:
         """Return the layers with adapters, and the copies of `modules_to_save`, by name.
 
         Raises:
-            RefusedError: one cannot be merged.
+            RefusedError: a layer cannot be merged.
         """
         from peft.tuners.lora import layer as lora
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -156,7 +157,7 @@ class MergedWeights:
         return found
 
     def _weights(self, layers: Mapping[str, torch.nn.Module]) -> list[_Weight]:
-        """Return all weights that are wanted, each once, however many names it has."""
+        """Return the selected weights, each once even if it has several names."""
         every: list[_Weight] = []
         for name, layer in layers.items():
             for inner, tensor in _tensors_in(_kept_module(layer)):
@@ -195,7 +196,7 @@ def _base_of(model: Any) -> torch.nn.Module:
 
 
 def _is_inside(name: str, layers: Mapping[str, object]) -> bool:
-    """Return whether a module or tensor lies inside one of these layers."""
+    """Return whether a module or tensor is inside one of these layers."""
     while name:
         name = name.rpartition(".")[0]
         if name in layers:
@@ -208,7 +209,7 @@ def _is_adapted(layer: Any) -> bool:
 
 
 def _kept_module(layer: Any) -> torch.nn.Module:
-    """Return the module that takes a layer's place when its adapters are merged."""
+    """Return the module that replaces a layer when its adapters are merged."""
     found: torch.nn.Module
     if _is_adapted(layer):
         found = layer.get_base_layer()
@@ -226,17 +227,17 @@ def _tensors_in(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor gathered, any other tensor itself."""
+    """Return a DTensor gathered, and any other tensor unchanged."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def _merged(layer: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of a layer's base layer with its adapters merged into them; the layer stays as it is."""
+    """Return the tensors of a layer's base layer with its adapters merged into them; the layer does not change."""
     if not _is_adapted(layer):
         return {name: _whole(tensor) for name, tensor in _tensors_in(_kept_module(layer))}
-    # deepcopy takes what `memo` has for an object instead of copying it: gathered weights, without gradients
+    # deepcopy uses an object's entry in `memo` instead of copying it: here gathered weights, without gradients
     memo: dict[int, Any] = {}
     for parameter in layer.parameters():
         memo[id(parameter)] = torch.nn.Parameter(_whole(parameter).clone(), requires_grad=False)

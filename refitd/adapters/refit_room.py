@@ -14,15 +14,15 @@ import refitd
 TRAINER, GENERATION = "trainer", "generation"
 LOOK_S = 1.0  # interval between checks for ranks that disappeared without a message
 WORD_S = 0.25  # time for a failed rank's message to arrive
-TELL_S = 3.0  # time for the other ranks to register, so that they can be told of a failure
+TELL_S = 3.0  # time for the other ranks to register and receive a failure
 RETRY_S = 0.1
-MAX_REASON = 1000  # characters of an error that travel
+MAX_REASON = 1000  # characters of an error that are sent
 
 
 class SessionRoom:
     """All ranks of one session. Each registers a target ("seat") that receives no versions.
 
-    A rank that fails evicts the other ranks' targets and gives the reason, so a waiting rank learns of it at once. A
+    A rank that fails evicts the other ranks' targets and gives the reason, so waiting ranks learn it immediately. A
     rank that disappears without a message is missing from the coordinator's status.
     """
 
@@ -32,7 +32,7 @@ class SessionRoom:
         self._client, self._name, self._session = client, f"{model}.refit", session
         self.side, self.rank, self.worlds = side, rank, worlds
         self.serial = 0  # the refit's number; equal on all ranks, because the driver calls all of them for each refit
-        self.mark = f"refitd.refit.{session}"  # the tensor that holds a version's refit number
+        self.mark = f"refitd.refit.{session}"  # the tensor that carries a version's refit number
         self._seen: set[tuple[str, int]] = set()
         self._gone: set[tuple[str, int]] = set()
         self._looked = 0.0
@@ -55,7 +55,7 @@ class SessionRoom:
         self.check()
 
     def check(self) -> None:
-        """Raise RefitFailed if another rank failed in this refit, PeerLost if the daemon is gone."""
+        """Raise RefitFailed if another rank failed in this refit, PeerLost if the daemon is lost."""
         found = self._heard()
         if found is None:
             return
@@ -74,17 +74,17 @@ class SessionRoom:
 
     def leave(self) -> None:
         """Close this rank's target."""
-        with contextlib.suppress(refitd.RefitdError):  # the daemon may have gone
+        with contextlib.suppress(refitd.RefitdError):  # the daemon may be lost
             if self._seat is not None:
                 self._seat.close()
 
     def look(self) -> Any:
-        """Return the cluster's status; raise PeerLost if a rank that was registered is gone."""
+        """Return the cluster's status; raise PeerLost if a registered rank has disappeared."""
         report = self._client.status()
         here = self._here(report)
         if self._seen - here:
             time.sleep(WORD_S)
-            self.check()  # a rank that was told of a failure is not lost
+            self.check()  # raises RefitFailed if ranks left because of a failure
             report = self._client.status()
             here = self._here(report)
         if gone := self._seen - here:
@@ -101,20 +101,20 @@ class SessionRoom:
         return {(sides[t.replica], t.rank) for t in targets if t.replica in sides}
 
     def look_at_times(self) -> None:
-        """Call `look` every LOOK_S seconds on the first rank of each side; do nothing on others."""
+        """Call `look` every LOOK_S seconds, but only on the first rank of each side."""
         if self.rank == 0 and time.monotonic() > self._looked + LOOK_S:
             self._looked = time.monotonic()
             self.look()
 
     def fail(self, exc: BaseException) -> None:
-        """Tell the waiting ranks why this refit failed, unless this rank was told itself: then all ranks were."""
+        """Send the waiting ranks the reason of the failure, unless this rank received it itself: then all ranks did."""
         why = " ".join(f"{type(exc).__name__}: {exc}".split())[:MAX_REASON]
         why = "".join(c if c.isprintable() else "?" for c in why)
         reason = f"refit {self.serial}: {self.side} rank {self.rank}: {why}"
         waiting = {(TRAINER, 0), *((GENERATION, rank) for rank in range(self.worlds[GENERATION]))}
         untold, until = waiting - {(self.side, self.rank)}, time.monotonic() + TELL_S
         self._seen = set()  # all ranks register again in the next refit
-        with contextlib.suppress(refitd.RefitdError):  # without a daemon no rank can be told
+        with contextlib.suppress(refitd.RefitdError):  # without a daemon the ranks cannot be reached
             while untold and not self._is_told() and time.monotonic() < until:
                 for side, rank in sorted(untold):
                     with contextlib.suppress(refitd.RefusedError):  # the rank has not begun this refit yet
@@ -129,7 +129,7 @@ class SessionRoom:
         return self._seat is None or (found is not None and found[0] >= self.serial)
 
     def _heard(self) -> tuple[int, str] | None:
-        """Return the number of the failed refit that this rank was told of, and the reason; None if it was not told."""
+        """Return the failed refit's number and the reason, if this rank received a failure; else None."""
         if self._seat is None:
             return -1, ""
         try:

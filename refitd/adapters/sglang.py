@@ -1,9 +1,9 @@
-"""SGLang: engines that take versions over in place, driven through a custom weight loader or by nobody, as a plugin.
+"""Refit SGLang engines in place, driven by a trainer through a custom weight loader, or following as a plugin.
 
     python -m sglang.launch_server --model-path MODEL --custom-weight-loader refitd.adapters.sglang.take_over
     REFITD_SGLANG='{"replica": "a"}' python -m sglang.launch_server --model-path MODEL --disable-radix-cache
 
-Written against SGLang 0.5.23, and never run with a server of it: docs/sglang.md.
+Written against SGLang 0.5.23, but never run with an SGLang server: docs/sglang.md.
 """
 
 from __future__ import annotations
@@ -16,26 +16,21 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import refitd
-from refitd.adapters.driving import swap_and_drive
-from refitd.adapters.engine_checks import Offered, check_covered, check_shapes
-from refitd.adapters.said import Said
+from refitd.adapters.driving import CATCH_UP_S, live_version, swap_and_drive
+from refitd.adapters.engines import Learner, Retries
 
 log = logging.getLogger("refitd.sglang")
 
 LOADER = "refitd.adapters.sglang.take_over"
 SETTINGS = "REFITD_SGLANG"
 WRITTEN_AGAINST = "0.5."
-
-# How long an engine that nobody drives waits between two tries to find its trainer, and after a refusal: another
-# trainer may come, and the engine that has its name may go.
-TRY_AGAIN_S = 2.0
-REFUSED_AGAIN_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -46,9 +41,9 @@ class Settings:
         model: the model's name in refitd.
         replica: this engine's name; "" is its host. Data-parallel engines add their rank.
         directory: the daemon's directory; "" is this user's default one.
-        checkpoint: the folder of safetensors that the engine was started with, to check the layout against.
-        check: compare what the engine holds with the checkpoint before the layout is trusted.
-        timeout_s: seconds for the trainer's tensors to be known, and for one version to be taken over.
+        checkpoint: the folder of safetensors that the engine loaded at its start, to check the layout.
+        check: compare the engine's weights with the checkpoint before using the layout.
+        timeout_s: seconds to wait for the trainer's tensors, and for each version.
     """
 
     model: str = "policy"
@@ -63,7 +58,7 @@ class Settings:
         """Return settings from JSON.
 
         Raises:
-            RefusedError: names what is unknown, and what is known.
+            RefusedError: a setting is unknown; the error names it and the known settings.
         """
         known = sorted(field.name for field in fields(cls))
         if unknown := sorted(given.keys() - set(known)):
@@ -75,40 +70,55 @@ class SchedulerRank:
     """One scheduler process's rank of a replica."""
 
     def __init__(self, model: torch.nn.Module, settings: Settings) -> None:
-        """Register nothing yet; raises RefusedError for another SGLang."""
+        """Check SGLang's version (RefusedError if it differs); `bind` registers later."""
         _check_version()
-        self._model, self._settings = model, settings
+        self._settings = settings
         self._client: refitd.Client | None = None
         self._lifeline: refitd.Lifeline | None = None  # of the server that started this scheduler
         self._target: refitd.Target | None = None
-        self._own: Offered = {}  # what the checkpoint has, once the engine was compared with it
+        self._is_new = False
+        load: Any = model.load_weights
+        checkpoint = partial(_tensors, settings.checkpoint) if settings.check else None
+        self._learner = Learner(model, load, checkpoint)
 
     def bind(self) -> refitd.Target:
-        """Return its registration; if it has none, learn the layout from the model's own loader, check it, register it.
+        """Return the registration; the first time, learn the layout from the model's loader, check and register it.
 
         Raises:
-            RefusedError: the layout is no plain copy of what the trainer offers, or not what the engine computes with.
-            DeadlineExceeded: there is no trainer.
-            TransportError: there is no daemon.
+            RefusedError: some weights are not plain copies of the trainer's tensors, or the engine repacks them.
+            DeadlineExceeded: no trainer has registered.
+            TransportError: no daemon is running.
         """
         if self._target is not None and isinstance(self._target.error, refitd.PeerLost):
-            self.let_go()  # its daemon has gone
+            self.let_go()  # its daemon is lost
         if self._target is None:
             if self._lifeline is None and multiprocessing.parent_process() is not None:
                 self._lifeline = refitd.Lifeline.of_parent("SGLang's server")
             self._client = refitd.connect(self._settings.directory or None, reconnect=False, lives_with=self._lifeline)
             try:
-                self._target = self._register(self._client)
+                self._target, self._is_new = self._register(self._client), True
             except BaseException:
                 self.let_go()
                 raise
         return self._target
 
     def let_go(self) -> None:
-        """End the registration; the engine serves on with what it has, and may register again."""
+        """End the registration; the engine keeps serving its version, and may register again."""
         client, self._client, self._target = self._client, None, None
         if client is not None:
             client.close()
+
+    def catch_up(self) -> None:
+        """Commit a decided version, in a new engine the live one: left pending, it would delay the next swap."""
+        target = self.bind()
+        assert self._client is not None
+        version = live_version(self._client, target.model) if self._is_new else target.pending
+        self._is_new = False
+        if version is not None:
+            try:
+                target.wait(version, timeout=CATCH_UP_S)
+            except refitd.DeadlineExceeded as exc:
+                log.warning("refitd: this engine serves what it has until the next version: %s", exc)
 
     def wait(self, version: int) -> None:
         """Return once a version is live here."""
@@ -122,21 +132,9 @@ class SchedulerRank:
         replica = settings.replica or socket.gethostname()
         if parallel.dp_rank is not None:
             replica = f"{replica}-dp{parallel.dp_rank}"
-        params = dict(self._model.named_parameters())
-        held = {**{name: held for name, _, _, held in refitd.named_persistent_buffers(self._model)}, **params}
-        load: Any = self._model.load_weights
         offered = client.tensors(settings.model, timeout=settings.timeout_s)
-        own = self._own
-        if settings.check:
-            own = own or {name: (tuple(t.shape), t.dtype) for name, t in _tensors(settings.checkpoint)}
-            check_shapes(own, offered)
-        trace = refitd.trace_loader(held, load, offered, owner_rank=rank)
-        check_covered(trace, params, own)
+        trace, held = self._learner.learn(offered, rank)
         log.info("refitd: layout of %d tensors: %s", len(trace.metadata), trace.proof or "not proven")
-        if settings.check and not self._own:  # later the engine holds other versions than its checkpoint's
-            checked = trace if own == offered else refitd.trace_loader(held, load, own)
-            refitd.check_layout(checked, held, _tensors(settings.checkpoint))
-        self._own = own
         return client.register_target(
             settings.model,
             {name: held[name].data for name in trace.metadata},
@@ -152,21 +150,22 @@ class SchedulerRank:
 
 
 def take_over(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Take a version over; SGLang calls this in each scheduler process, with what `drive` has sent.
+    """Commit a version; SGLang calls this in each scheduler process, with the tensors that `drive` sent.
 
     Raises:
-        RefusedError: something else was sent, or the engine cannot be refitted.
+        RefusedError: other tensors were sent, or the engine cannot be refitted.
         CommitError, DeadlineExceeded: the version is not live here.
     """
     sent = dict(named_tensors)
     if sent.keys() != {"refitd.settings", "refitd.version"}:
         raise refitd.RefusedError(f"{LOADER} takes what refitd.adapters.sglang.drive sends, not {sorted(sent)[:5]}")
-    # the model is what lives as long as the engine
+    # the model exists as long as the engine, so store the registration there
     engine = model.__dict__.get("_refitd")
     if engine is None:
         engine = SchedulerRank(model, Settings.of(json.loads(bytes(sent["refitd.settings"].tolist()))))
     engine.bind()
     model.__dict__["_refitd"] = engine
+    engine.catch_up()
     if (version := int(sent["refitd.version"].item())) >= 0:
         engine.wait(version)
 
@@ -174,17 +173,17 @@ def take_over(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.T
 def drive(
     engine: Any, client: refitd.Client, version: int, *, wait: float = 60.0, **settings: Any
 ) -> refitd.SwapReport:
-    """Make a published version live, in this engine too; the engine goes on until it is decided.
+    """Make a published version live, also in this engine; the engine keeps running until the decision.
 
     Args:
         engine: an `sglang.Engine`, started with `custom_weight_loader=[LOADER]`.
-        client: of the trainer.
+        client: the trainer's client.
         version: published by the trainer's ranks.
         wait: seconds for the other ranks to publish.
-        settings: of `Settings`.
+        settings: fields of `Settings`.
 
     Raises:
-        RefusedError: SGLang or the engine refuses; its answer says why.
+        RefusedError: SGLang or the engine refuses, with the reason.
         SwapFailed: the version is not live everywhere.
     """
     known = Settings.of(settings)
@@ -200,7 +199,7 @@ def drive(
         finally:
             _done("end_weight_update", engine.end_weight_update())
 
-    call(-1)  # an engine that has just been started registers
+    call(-1)  # registers an engine that has just started, and commits a version that it has missed
     return swap_and_drive(client, known.model, version, lambda: call(version), wait=wait)
 
 
@@ -210,11 +209,11 @@ def _done(what: str, answer: tuple[bool, str]) -> None:
         raise refitd.RefusedError(f"SGLang: {what}: {said}")
 
 
-# --- driven by nobody: a plugin ----------------------------------------------------------------------------
+# --- following, as a plugin --------------------------------------------------------------------------------
 
 
 def register() -> None:
-    """Give the scheduler a commit point before each batch; SGLang calls this where REFITD_SGLANG is set or not."""
+    """Add a commit point before each batch if REFITD_SGLANG is set; SGLang always calls this."""
     given = os.environ.get(SETTINGS)
     if given is None:
         return
@@ -228,17 +227,17 @@ def register() -> None:
 
 
 class Follower:
-    """Registers once there is a trainer, and takes over every decided version between two batches."""
+    """Register once a trainer has, and commit every decided version between two batches."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self._given = given
         self._steps = 0  # from the process's start: the same on all ranks
         self._engine: SchedulerRank | None = None
         self._target: refitd.Target | None = None
-        self._next_try, self._said = float("-inf"), Said(log)
+        self._next_try, self._retries = float("-inf"), Retries(log)
 
     def before_batch(self, scheduler: Any, *_: Any, **__: Any) -> None:
-        """Commit what is pending.
+        """Commit a pending version.
 
         CommitError ends the scheduler: its weights are parts of two versions. Orphaned ends it: its server has ended.
         """
@@ -246,34 +245,30 @@ class Follower:
         self._attend(scheduler, self._steps, begin=True)
 
     def before_idle(self, scheduler: Any) -> None:
-        """Likewise, while there is no batch."""
+        """Commit a pending version while no batch runs."""
         self._attend(scheduler, self._steps + 1, begin=False)
 
     def _attend(self, scheduler: Any, step: int, *, begin: bool) -> None:
         if self._target is None and time.monotonic() < self._next_try:
             return
-        pause_s = TRY_AGAIN_S
         try:
             if self._target is None:
                 self._target = self._bound(scheduler)
             if self._target is not None:
-                self._said = Said(log)
+                self._retries.succeeded()
                 self._target.poll(step=step, begin=begin)
                 return
+            pause_s = self._retries.again_s
         except (refitd.CommitError, refitd.Orphaned):
             raise
-        except refitd.TransportError as exc:  # PeerLost is one
-            self._said.say(logging.WARNING, f"refitd: {exc}; this engine serves what it has, and tries again")
         except refitd.RefitdError as exc:
-            text = f"refitd: this engine is not refitted: {exc}; it serves what it has, and tries again"
-            self._said.say(logging.ERROR, text)
-            pause_s = REFUSED_AGAIN_S
+            pause_s = self._retries.after(exc)
         self._target, self._next_try = None, time.monotonic() + pause_s
         if self._engine is not None:
-            self._engine.let_go()  # evicted, say: it has to register anew
+            self._engine.let_go()  # an evicted engine, for example, has to register again
 
     def _bound(self, scheduler: Any) -> refitd.Target | None:
-        """Return the registration, None while no trainer has registered: the scheduler must not wait for one."""
+        """Return the registration; None if no trainer has registered, because the scheduler must not wait."""
         settings = Settings.of({"checkpoint": scheduler.server_args.model_path, **self._given})
         if not scheduler.server_args.disable_radix_cache:
             raise refitd.RefusedError(
@@ -287,7 +282,7 @@ class Follower:
         return self._engine.bind()
 
 
-# --- what both need ----------------------------------------------------------------------------------------
+# --- shared ------------------------------------------------------------------------------------------------
 
 
 def _check_version() -> None:

@@ -1,4 +1,4 @@
-"""TRL: a weight transfer for `AsyncGRPOTrainer(weight_transfer=...)`, into vLLM servers that have the refitd backend.
+"""Transfer weights from TRL's `AsyncGRPOTrainer(weight_transfer=...)` to vLLM servers that use the refitd backend.
 
     # vllm serve MODEL --weight-transfer-config '{"backend": "refitd"}'
     transfer = RefitdWeightTransfer("http://localhost:8000")
@@ -10,6 +10,7 @@ vLLM is imported here.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import urllib.error
@@ -22,12 +23,13 @@ import torch
 
 import refitd
 from refitd.adapters.driving import Fleet, swap_and_drive
+from refitd.adapters.streams import FirstStream
 
 READY_POLL_S = 1.0
 
 
 class RefitdWeightTransfer:
-    """Publishes what TRL streams, and makes it live in every replica of the model, or in none."""
+    """Publishes the tensors that TRL streams, and makes them live in every replica of the model, or in none."""
 
     def __init__(
         self,
@@ -40,16 +42,17 @@ class RefitdWeightTransfer:
         cast: torch.dtype | Mapping[str, str | torch.dtype] | None = None,
         timeout: float = 600.0,
     ) -> None:
-        """Name the servers to drive; engines that follow by themselves (docs/vllm.md) need not be named.
+        """Store the servers to drive; engines that follow by themselves (docs/vllm.md) need not be listed.
 
         Args:
             servers: base URLs of vLLM servers, started with VLLM_SERVER_DEV_MODE=1.
             model: the model's name in refitd.
             directory: the daemon's directory; "" is this user's default one.
-            pause: what becomes of running requests: "keep", "abort" or "wait", as vLLM's /pause takes it.
-            engine: further settings of the engines, as in docs/vllm.md; the replica is named by the server's address.
+            pause: the handling of running requests: "keep", "abort" or "wait", as in vLLM's /pause.
+            engine: further settings of the engines, as in docs/vllm.md; the default replica name is the server's
+                address.
             cast: as in `Client.register_source`; the engines' own type (torch.bfloat16) is the fastest.
-            timeout: seconds for a server to be up, and for one version.
+            timeout: seconds to wait for a server to be up, and for one version.
         """
         self._servers = (servers,) if isinstance(servers, str) else tuple(servers)
         self._model, self._directory, self._pause, self._timeout = model, directory, pause, timeout
@@ -70,34 +73,33 @@ class RefitdWeightTransfer:
                 time.sleep(READY_POLL_S)
 
     def pause(self) -> None:
-        """Have the servers stand still; with "wait" now, else for the commit alone, while `send_weights` runs."""
+        """Pause the servers: with "wait" now, else only for the commit, while `send_weights` runs."""
         self._pauses_late = self._pause != "wait"
         if not self._pauses_late:
             self._post("pause", query="?mode=wait")
 
     def resume(self) -> None:
-        """Have the servers go on."""
+        """Resume the servers."""
         self._pauses_late = False
         self._post("resume")
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Publish what the iterator yields, one tensor at a time, and return once it is live everywhere.
+        """Publish the iterator's tensors, one at a time, and return once they are live everywhere.
 
-        The first time, all tensors are held until the last one has come: their shapes are registered then.
+        The first time, all tensors are copied into main memory, because shapes are registered at the iterator's end.
 
         Raises:
-            RefusedError, SwapFailed: nothing has changed, and the servers serve what they have served.
+            RefusedError, SwapFailed: the version is not live; the servers keep serving the old one.
         """
         if self._client is None:
             raise refitd.RefusedError("init_weight_transfer has not been called")
         weights: Iterator[tuple[str, torch.Tensor]] = iterator
         if self._source is None:
-            first = list(weights)
-            shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first}
+            first = FirstStream(iterator)
+            shapes, weights = first.shapes, first.drained()
             self._source = self._client.declare_source(self._model, shapes, cast=self._cast, timeout=self._timeout)
-            weights = iter(first)
         version = self._source.next_version
-        if self._servers:  # before the publication, which rounds what no engine needs unrounded
+        if self._servers:  # before publishing, because that rounds tensors that no engine needs unrounded
             self._fleet.prepare(self._init_engines, self._catch_up)
         self._source.publish_from(version, weights, timeout=self._timeout)
         swap_and_drive(
@@ -110,8 +112,11 @@ class RefitdWeightTransfer:
         )
 
     def destroy(self) -> None:
-        """End this trainer's part; the servers serve on."""
-        client, self._client, self._source = self._client, None, None
+        """Close this trainer's connection and source; the servers keep serving."""
+        client, source, self._client, self._source = self._client, self._source, None, None
+        if source is not None:
+            with contextlib.suppress(refitd.RefitdError):  # the daemon may be lost
+                source.close()
         if client is not None:
             client.close()
 
@@ -122,11 +127,11 @@ class RefitdWeightTransfer:
             self._request(server, "init_weight_transfer_engine", {"init_info": settings})
 
     def _catch_up(self) -> None:
-        self._post("start_weight_update")  # takes over what is pending
+        self._post("start_weight_update")  # commits a pending version
         self._post("finish_weight_update")
 
     def _update(self, version: int) -> None:
-        """Have all servers stand still and take the version over, at the same time."""
+        """Pause all servers and commit the version, in parallel."""
         with ThreadPoolExecutor(max(1, len(self._servers))) as each:
             list(each.map(lambda server: self._update_one(server, version), self._servers))
 

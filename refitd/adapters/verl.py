@@ -1,4 +1,4 @@
-"""verl: a checkpoint engine (0.9), chosen with `checkpoint_engine.backend=refitd`.
+"""Implement verl's checkpoint engine (0.9), chosen with `checkpoint_engine.backend=refitd`.
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=refitd
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=refitd.adapters.verl
@@ -15,25 +15,24 @@ import contextlib
 import logging
 import os
 import socket
-import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 import refitd
+from refitd.adapters.received import ReceivedTensors
+from refitd.adapters.streams import FirstStream, Shapes, Weights
 
 log = logging.getLogger("refitd.verl")
 
 PREFIX = "verl-"  # of rollout workers' replica names
 POLL_S = 0.01  # interval between a rollout worker's checks for the version
 LOOK_S = 0.5  # interval between status requests about the other side
-
-Weights = Iterable[tuple[str, torch.Tensor]]
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @CheckpointEngineRegistry.register("refitd")
@@ -61,7 +60,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
             directory: the daemon's directory; "": this user's default.
             timeout: seconds for each wait. A rollout worker's wait for a version lasts from the trainer's first gather
                 to the commit.
-            slots: the number of versions that the trainer's node keeps.
+            slots: the number of versions that the trainer's node stores.
             device: the device of slots and buffers, "cpu" or "cuda:N".
             keep_buffers: keep slots and buffers between updates. False: `finalize` frees them.
         """
@@ -77,18 +76,13 @@ class RefitdCheckpointEngine(CheckpointEngine):
         self._announcer: refitd.StreamedSource | None = None
         self._shapes: Shapes | None = None
         # a rollout worker
-        self._target: refitd.Target | None = None
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._changed = threading.Condition()
-        self._is_read = self._is_written = False
-
-    # verl's lifecycle
+        self._received: ReceivedTensors | None = None
 
     def prepare(self) -> dict[str, Any]:
         """Return this worker's entry for `build_topology`; the trainer's rank 0 adds the next version's number.
 
-        The trainer registers as two source ranks. Rank 1 holds no tensors and registers now, before shapes are known,
-        so that rollout workers notice at once if the trainer fails or dies.
+        The trainer registers as two source ranks. Rank 1 has no tensors and registers now, before shapes are known:
+        rollout workers then notice immediately if the trainer fails or dies.
         """
         self._update = None
         if not self.is_master:
@@ -139,15 +133,17 @@ class RefitdCheckpointEngine(CheckpointEngine):
             self._release()
 
     def close(self) -> None:
-        """Close the session with the daemon, as the end of the process does. verl does not call it."""
+        """Withdraw the trainer's versions, free all memory and disconnect. verl does not call this."""
         self._update = None
+        self._withdraw()
+        self._release()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         client, self._client = self._client, None
-        self._source = self._announcer = self._target = None
-        self._buffers = {}
+        self._source = self._announcer = self._received = None
         if client is not None:
             client.close()
-
-    # the trainer
 
     async def send_weights(self, weights: Weights, global_steps: int | None = None) -> dict[str, float]:
         """Publish the tensors of `weights` and make them live in every rollout worker. Ranks above 0 only iterate.
@@ -178,7 +174,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
             if self._sending is update:
                 self._withdraw()
             if isinstance(exc, Exception):
-                with contextlib.suppress(Exception):  # the first error says more
+                with contextlib.suppress(Exception):  # the first error is more useful
                     collections.deque(walk, maxlen=0)
             raise
         finally:
@@ -193,11 +189,8 @@ class RefitdCheckpointEngine(CheckpointEngine):
         if self._announcer is None:
             raise refitd.RefusedError(f"model {self._model!r}: the daemon has ended since prepare; update again")
         if shapes is None:
-            first = collections.deque(_copied(item) for item in walk)
-            if not first:
-                raise refitd.RefusedError(f"model {self._model!r}: the trainer yields no tensors")
-            shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first}
-            stream = (first.popleft() for _ in range(len(first)))  # frees each tensor once it is in the slot
+            first = FirstStream(walk)
+            stream, shapes = first.drained(), first.shapes
         if self._source is None:
             self._source = self._declared(client, shapes, rank=0)
         self._source.publish_from(version, stream, timeout=self._timeout)
@@ -218,7 +211,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
             if self._sending is not update:
                 raise refitd.RefusedError(f"model {self._model!r}: verl has begun another update")
             for replica in sorted(one for one in found if one.rpartition(".")[0] not in update["replicas"]):
-                with contextlib.suppress(refitd.RefusedError):  # it left by itself
+                with contextlib.suppress(refitd.RefusedError):  # it has already left
                     client.evict(self._model, replica, reason="this rollout worker is not in verl's update")
             missing = sorted(wanted - found)
             if not missing:
@@ -245,8 +238,6 @@ class RefitdCheckpointEngine(CheckpointEngine):
             except refitd.RefitdError as exc:
                 log.warning("model=%s the source is not withdrawn: %s", self._model, exc)
 
-    # a rollout worker
-
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yield every tensor of this update's version, as views of this worker's buffer.
 
@@ -254,29 +245,28 @@ class RefitdCheckpointEngine(CheckpointEngine):
         not change before the next update, nor while this generator is open.
 
         Raises:
-            PeerLost: the trainer withdrew the version, or is gone; says how the last swap ended.
+            PeerLost: the trainer withdrew the version, or is lost; the error includes the last swap's failure.
             DeadlineExceeded: the version did not arrive in time.
         """
         update = self._begun("receiver")
         version = _version(update, global_steps)
-        await self._arrive(version, update["run"])
-        try:
-            for name, tensor in self._buffers.items():
-                # verl's vLLM adapter copies tensors into a bucket, and shares larger ones through their GPU's memory
+        received = await self._arrived(version, update["run"])
+        with received.reading():
+            for name, tensor in received.tensors.items():
+                # verl's vLLM adapter copies small tensors into a bucket, and shares larger ones through GPU memory
                 is_shared = tensor.nbytes > self.bucket_size > 0 and torch.cuda.is_available()
                 yield name, tensor.to("cuda") if is_shared else tensor
-        finally:
-            with self._changed:
-                self._is_read = False
-                self._changed.notify_all()
 
-    async def _arrive(self, version: int, run: str) -> None:
-        """Wait until the buffer holds `version`, and set `_is_read`, which blocks writes to the buffer."""
+    async def _arrived(self, version: int, run: str) -> ReceivedTensors:
+        """Wait until the buffer holds `version`; it does not change until it has been read."""
         client = self._connected()
         began = time.monotonic()
         looked = began - LOOK_S
         registered = False
-        while not (registered and self._begin_to_read(version)):
+        while True:
+            received = self._received
+            if registered and received is not None and received.begin_to_read(partial(_holds, received, version)):
+                return received
             now = time.monotonic()
             if now - looked >= LOOK_S:
                 found = await asyncio.to_thread(_model, client, self._model)
@@ -285,69 +275,32 @@ class RefitdCheckpointEngine(CheckpointEngine):
                     how = f"; the last swap failed: {reason}" if reason else ""
                     raise refitd.PeerLost(f"model {self._model!r}: version {version} is withdrawn by the trainer{how}")
                 here = {one.replica for one in found.targets}
-                registered = self._target is not None and _replica(self._name, run) in here
+                is_registered = received is not None and received.is_registered
+                registered = is_registered and _replica(self._name, run) in here
                 if not registered and version in found.complete_versions:
                     await asyncio.to_thread(self._register, client, run)
                     registered = True
                 looked = time.monotonic()
             if now - began >= self._timeout:
-                error = "the trainer has published nothing" if self._target is None else self._target.error
+                state = "the trainer has published nothing" if self._received is None else self._received.state
                 raise refitd.DeadlineExceeded(
-                    f"model {self._model!r}: version {version} has not come within {self._timeout:.0f} s ({error})"
+                    f"model {self._model!r}: version {version} has not come within {self._timeout:.0f} s ({state})"
                 )
             await asyncio.sleep(POLL_S)
 
     def _register(self, client: refitd.Client, run: str) -> None:
         """Register a buffer for the tensors of this run of the trainer; reuse the old buffer if it fits."""
-        self._leave()
         shapes = client.tensors(self._model, timeout=self._timeout)
-        if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._buffers.items()} != shapes:
+        if self._received is None or self._received.shapes != shapes:
             self._release()
-            self._buffers = client.allocate(shapes, device=self._device, timeout=self._timeout)
-        self._target = client.register_target(
-            self._model,
-            self._buffers,
-            replica=_replica(self._name, run),
-            mode="in-place",  # this is only a buffer, the engine has its own weights: it needs no staging arena
-            on_pause=self._stand_still,
-            on_resume=self._go_on,
-            timeout=self._timeout,
-        )
+            self._received = ReceivedTensors(client, shapes, device=self._device, timeout=self._timeout)
+        self._received.register(self._model, _replica(self._name, run))
 
     def _release(self) -> None:
         """Close the registration and free the buffer."""
-        self._leave()
-        buffers, self._buffers = self._buffers, {}
-        if buffers and self._client is not None:
-            self._client.free(buffers)
-
-    def _leave(self) -> None:
-        target, self._target = self._target, None
-        if target is not None:
-            with contextlib.suppress(refitd.RefusedError):  # the trainer evicts it at this moment
-                target.close()
-
-    def _begin_to_read(self, version: int) -> bool:
-        with self._changed:
-            target = self._target
-            if self._is_read or self._is_written or target is None or target.version != version:
-                return False
-            self._is_read = True
-            return True
-
-    def _stand_still(self, version: int) -> None:
-        """Wait until nobody reads the buffer; called on refitd's thread before it is written. Errors abort the swap."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._is_read, self._timeout):
-                raise refitd.DeadlineExceeded(f"the rollout still reads its weights after {self._timeout:.0f} s")
-            self._is_written = True
-
-    def _go_on(self, version: int | None) -> None:
-        with self._changed:
-            self._is_written = False
-            self._changed.notify_all()
-
-    # both
+        received, self._received = self._received, None
+        if received is not None:
+            received.free()
 
     def _begun(self, *roles: str) -> dict[str, Any]:
         update = self._update or {"role": "none"}
@@ -362,8 +315,9 @@ class RefitdCheckpointEngine(CheckpointEngine):
             try:
                 self._client.status()
             except refitd.PeerLost as exc:
-                log.warning("model=%s connecting anew: %s", self._model, exc)
-                self.close()
+                log.warning("model=%s connecting again: %s", self._model, exc)
+                self._update = None
+                self._disconnect()
             else:
                 return self._client
         self._client = refitd.connect(self._directory or None, name="verl", reconnect=False)
@@ -371,20 +325,16 @@ class RefitdCheckpointEngine(CheckpointEngine):
 
 
 def _walked(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return an iterator that can be continued after its consumer failed. It ends where `weights` itself fails."""
+    """Return an iterator that can continue after its consumer failed. It ends if `weights` itself fails."""
     yield from weights
 
 
-def _copied(item: Any) -> tuple[str, torch.Tensor]:
-    try:
-        name, tensor = item
-        return name, tensor.detach().to("cpu", copy=True)
-    except (TypeError, ValueError, AttributeError):
-        raise refitd.RefusedError(f"the trainer yields a {type(item).__name__}, expected (name, tensor)") from None
+def _holds(received: ReceivedTensors, version: int) -> bool:
+    return received.version == version
 
 
 def _version(update: dict[str, Any], global_steps: int | None) -> int:
-    """Return the version's number, which both sides compute: verl's step if it is not below the first free number."""
+    """Return the version's number, the larger of verl's step and the first free number; both sides compute it."""
     return max(int(update["first"]), int(global_steps or 0))
 
 

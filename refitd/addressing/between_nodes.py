@@ -1,7 +1,7 @@
-"""Transfers between nodes: what a worker sends to, and receives from, its peer on each other node.
+"""Transfers between nodes: the sends and receives between a worker and its peer on each other node.
 
-Both ends derive the same lists from the plan's crossing rows: `cut` and `lanes_of` depend only on the sizes and the
-order of the rows.
+Both ends compute the same lists from the plan's crossing rows, because `cut` and `lanes_of` depend only on the sizes
+and the order of the rows.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refitd.addressing.copies import cut, destination_addresses, source_addresses
+from refitd.addressing.copies import WorkList, cut, destination_addresses, equal_shares, source_addresses
 from refitd.addressing.places import Int64, Places
-from refitd.addressing.work import WorkList, equal_shares
 from refitd.plan.table import CrossingTable
 
 
 @dataclass(frozen=True, eq=False)
 class NodeTransfers:
-    """Rows that cross between nodes. Large rows are cut, so that several workers can share one tensor.
+    """Rows that cross between nodes. Large rows are cut, because several workers may then share one tensor.
 
     Attributes:
         table: the rows.
         part: number of the cut within its task, shape [n].
-        origin: row of the plan's table that it was cut from, shape [n].
-        lane: the lane that moves it, shape [n].
+        origin: row of the plan's table before the cut, shape [n].
+        lane: the lane that transfers the row, shape [n].
         src_node, dst_node: positions of the two nodes in the epoch, shape [n].
     """
 
@@ -53,9 +52,9 @@ def node_transfers(table: CrossingTable, node_of: Mapping[int, int], lanes: int)
 
 
 def lanes_of(nbytes: Int64, src_node: Int64, dst_node: Int64, lanes: int, path: Int64) -> Int64:
-    """Return the lane of each row: for every pair of nodes, and every path, contiguous runs of about equal bytes.
+    """Return the lane of each row: for each pair of nodes and each path, contiguous ranges of about equal bytes.
 
-    So a row has the same lane at every hop of its path: the worker that receives it is the one that passes it on.
+    A row therefore has the same lane at every hop of its path: the worker that receives it also forwards it.
     """
     lane = np.zeros(len(nbytes), dtype=np.int64)
     pairs = (path * (src_node.max(initial=0) + 1) + src_node) * (dst_node.max(initial=0) + 1) + dst_node
@@ -79,12 +78,11 @@ class TransferList(WorkList):
     element_size: Int64  # [n]
     cast: Int64  # conversion by the sender (refitd.describe.casts), 0 for none
     path: Int64  # [n] the path that the row follows over several nodes (refitd.plan.relays), 0 for none
-    hop: Int64  # [n] relays before it on its path
-    arena: Int64  # [n] arena id or PROCESS_MEMORY
-    pid: Int64  # [n] for PROCESS_MEMORY
+    hop: Int64  # [n] number of relays before this hop on the path
+    arena: Int64  # [n] arena id
     offset: Int64  # [n]
     stride: Int64  # [n, D]
-    origin: Int64  # row of the plan's table that it was cut from
+    origin: Int64  # row of the plan's table before the cut
 
 
 def transfers_of(
@@ -94,7 +92,7 @@ def transfers_of(
     sources: Mapping[int, Places],
     destinations: Mapping[int, Places],
 ) -> TransferList:
-    """Return what the worker `lane` of the node at position `node` sends and receives.
+    """Return the sends and receives of the worker `lane` of the node at position `node`.
 
     Args:
         rows: rows with at least one end on this node.
@@ -111,7 +109,7 @@ def transfers_of(
     out = np.flatnonzero(mine & (rows.src_node == node))
     into = np.flatnonzero(mine & (rows.dst_node == node))
     sent = rows.table.select(out)
-    # what is passed on is read where it has been received
+    # a relay reads forwarded rows from the memory that received them
     src = source_addresses(sent, {**destinations, **sources})
     dst = destination_addresses(rows.table.select(into), destinations)
     both = np.concatenate([out, into])
@@ -127,7 +125,6 @@ def transfers_of(
         path=table.path.astype(np.int64),
         hop=table.hop.astype(np.int64),
         arena=np.concatenate([src.arena, dst.arena]),
-        pid=np.concatenate([src.pid, dst.pid]),
         offset=np.concatenate([src.offset, dst.offset]),
         stride=np.concatenate([src.stride, dst.stride]),
         origin=rows.origin[both],

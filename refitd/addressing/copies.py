@@ -1,29 +1,97 @@
-"""Turns a plan and the places of tensors into addressed copies, large ones cut."""
+"""The work lists of workers: addressed copies from a plan, large ones cut, and conversions after all tensors arrived.
+
+Conversions quantize bfloat16 to MXFP8 and swizzle scales, in pieces for workers. A piece consists of whole blocks; for
+swizzled scales, of whole tiles of 128 rows. The result therefore does not depend on how a tensor is cut into pieces:
+
+    row-major    the tensor as one row: 2**20 elements in each piece
+    swizzled     a multiple of 128 rows, about 2**20 elements in each piece
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import prod
+from typing import ClassVar, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from refitd.addressing.places import Int64, Places, ShapeAndStrides, choose
-from refitd.addressing.work import WorkList
 from refitd.buffers.layout import row_major_strides
-from refitd.plan.columns import ranges
-from refitd.plan.fills import FillTable
-from refitd.plan.regions import RegionTable
-from refitd.plan.table import CopyTable, CrossingTable, PlanTable
+from refitd.errors import TransportError
+from refitd.mxfp8.format import BLOCK, ROUNDINGS, TILE_ROWS, Rounding, swizzled_bytes
+from refitd.plan.columns import Columns, ranges
+from refitd.plan.table import BOXES, CopyTable, CrossingTable, FillTable, PlanTable, RegionTable
 
-# Longer copies are cut, so that several workers can share one large tensor.
+# Longer copies are cut: several workers can then share one large tensor.
 SPLIT_BYTES = 32 << 20
 
 # room for one element of any dtype, in the arena that holds the fill constants
 CONSTANT_BYTES = 16
 
 Cuttable = TypeVar("Cuttable", CopyTable, CrossingTable, "CopyList")
+
+
+@dataclass(frozen=True, eq=False)
+class WorkList(Columns):
+    """Addressed rows. All columns are int64; those named in BOXES have shape [n, D], the others [n]."""
+
+    ARENAS: ClassVar[tuple[str, ...]] = ("arena",)  # columns of arena ids; the written arena comes last
+
+    @property
+    def row_bytes(self) -> Int64:
+        """Bytes of each row, shape [n]."""
+        raise NotImplementedError
+
+    def arenas(self) -> set[int]:
+        """Return the ids of all arenas that the rows touch."""
+        columns = (np.unique(getattr(self, name)) for name in self.ARENAS)
+        return {arena for column in columns for arena in column.tolist()}
+
+    def in_memory_order(self) -> Int64:
+        """Return row numbers in an order that keeps rows with close addresses together."""
+        return np.arange(len(self))
+
+    def shared_out(self, workers: int, homes: Mapping[int, int] | None = None) -> list[Int64]:
+        """Return the row numbers of each worker: contiguous ranges in memory order, about equal bytes each.
+
+        `homes` maps each GPU arena to the worker of its GPU. That worker gets the rows that write to the arena, and
+        the rows that read from it and write to main memory.
+        """
+        home = np.full(len(self), -1, np.int64)
+        for name in self.ARENAS:
+            for arena, worker in (homes or {}).items():
+                home[getattr(self, name) == arena] = worker
+        order = self.in_memory_order()
+        order = order[home[order] < 0]
+        share = equal_shares(self.row_bytes[order], workers)
+        return [np.concatenate([order[share == w], np.flatnonzero(home == w)]) for w in range(workers)]
+
+    def to_bytes(self) -> bytes:
+        """Return the rows as one block: rows, dims, then the columns, little-endian int64."""
+        parts = [np.array(self.size.shape, dtype="<i8")]
+        parts += [np.ascontiguousarray(getattr(self, f.name), dtype="<i8") for f in fields(self)]
+        return b"".join(part.tobytes() for part in parts)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Decode rows.
+
+        Raises:
+            ValueError: the length does not match the header.
+        """
+        rows, dims = struct.unpack("<qq", data[:16]) if len(data) >= 16 else (-1, -1)
+        widths = {f.name: dims if f.name in BOXES else 1 for f in fields(cls)}
+        if rows < 0 or not 0 < dims <= _MOST_DIMS or len(data) != 16 + 8 * rows * sum(widths.values()):
+            raise ValueError(f"{cls.__name__}: {len(data)} bytes do not hold {rows} rows of {dims} dimensions")
+        at, columns = 16, {}
+        for name, width in widths.items():
+            column = np.frombuffer(data, dtype="<i8", count=rows * width, offset=at)
+            columns[name] = column.reshape(rows, dims) if name in BOXES else column
+            at += column.nbytes
+        return cls(**columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +105,13 @@ class CopyList(WorkList):
 
     element_size: Int64  # [n] of the destination
     cast: Int64  # number of the conversion (refitd.describe.casts), 0 for none
-    src_arena: Int64  # [n] arena id or PROCESS_MEMORY
-    src_pid: Int64  # [n] for PROCESS_MEMORY
+    src_arena: Int64  # [n] arena id
     src_offset: Int64  # [n]
     src_stride: Int64  # [n, D]
     dst_arena: Int64  # [n]
     dst_offset: Int64  # [n]
     dst_stride: Int64  # [n, D]
-    origin: Int64  # row of the table that this copy was cut from
+    origin: Int64  # row of the table before the cut
 
     @property
     def row_bytes(self) -> Int64:
@@ -79,7 +146,6 @@ def address(
         element_size=table.element_size.astype(np.int64),
         cast=table.cast.astype(np.int64),
         src_arena=src.arena,
-        src_pid=src.pid,
         src_offset=src.offset,
         src_stride=src.stride,
         dst_arena=dst.arena,
@@ -115,7 +181,6 @@ def fill_copies(
         element_size=fills.element_size.astype(np.int64),
         cast=np.zeros(n, dtype=np.int64),
         src_arena=np.full(n, constants, dtype=np.int64),
-        src_pid=np.zeros(n, dtype=np.int64),
         src_offset=slot.reshape(-1).astype(np.int64) * CONSTANT_BYTES,
         src_stride=np.zeros_like(dst.stride),
         dst_arena=dst.arena,
@@ -164,7 +229,6 @@ def whole_tensors(sources: Places, destinations: Places, element_size: Int64) ->
         element_size=element_size,
         cast=np.zeros(n, dtype=np.int64),
         src_arena=sources.arena,
-        src_pid=sources.pid,
         src_offset=sources.offset,
         src_stride=padded(sources, "strides", 0),
         dst_arena=destinations.arena,
@@ -176,10 +240,10 @@ def whole_tensors(sources: Places, destinations: Places, element_size: Int64) ->
 
 
 def cut(rows: Cuttable, limit: int = SPLIT_BYTES) -> tuple[Cuttable, Int64, Int64]:
-    """Cut rows of more than `limit` bytes along their outermost dimension that has more than one element.
+    """Cut rows of more than `limit` bytes along their outermost dimension with more than one element.
 
     Returns:
-        (rows, number of each within the row it was cut from, that row's index).
+        (rows, number of each row within its original row, index of the original row).
     """
     nbytes, size, every = rows.row_bytes, rows.size, np.arange(len(rows))
     if not (nbytes > limit).any():
@@ -202,25 +266,24 @@ class Addresses:
     """One end of addressed copies, one value per row."""
 
     arena: Int64
-    pid: Int64
     offset: Int64
     stride: Int64
 
 
 def source_addresses(table: CopyTable, places: Mapping[int, Places]) -> Addresses:
-    """Return where each row reads in memory; raises like `address`."""
+    """Return the memory addresses that each row reads; raises like `address`."""
     t = table
     return _addresses(t, t.src_element_size, t.src_rank, t.src_local, t.src_offset, t.src_stride, places)
 
 
 def destination_addresses(table: CopyTable, places: Mapping[int, Places]) -> Addresses:
-    """Return where each row writes in memory; raises like `address`."""
+    """Return the memory addresses that each row writes; raises like `address`."""
     t = table
     return _addresses(t, t.element_size, t.dst_rank, t.dst_local, t.dst_offset, t.dst_stride, places)
 
 
 def region_addresses(table: RegionTable, places: Places) -> Addresses:
-    """Return where the regions of one rank lie in memory; raises like `address`."""
+    """Return the memory addresses of one rank's regions; raises like `address`."""
     t, rank = table, np.zeros(len(table), np.int32)
     return _addresses(t, t.element_size, rank, t.local, t.offset, t.stride, {0: places})
 
@@ -241,7 +304,7 @@ def _addresses(
     es = element_size.astype(np.int64)
     offset = offsets * es + found.offset[which]
     stride = strides * es[:, None]
-    # rows of equal form and element size are addressed together: there may be as many tensors as rows
+    # address rows of equal form and element size together, because there may be as many tensors as rows
     sizes, size_number = np.unique(es, return_inverse=True)
     kinds, number = np.unique(found.form[which] * len(sizes) + size_number, return_inverse=True)
     forms = [(found.forms[kind // len(sizes)], int(sizes[kind % len(sizes)])) for kind in kinds.tolist()]
@@ -252,7 +315,7 @@ def _addresses(
         rows = order[begin:end]
         place, stride[rows] = _in_memory(forms[i][0], offsets[rows], strides[rows], table.size[rows])
         offset[rows] = found.offset[which[rows]] + place
-    return Addresses(arena=found.arena[which], pid=found.pid[which], offset=offset, stride=stride)
+    return Addresses(arena=found.arena[which], offset=offset, stride=stride)
 
 
 def _is_row_major(form: ShapeAndStrides, es: int) -> bool:
@@ -284,3 +347,102 @@ def _in_memory(form: ShapeAndStrides, offset: Int64, strides: Int64, size: Int64
             "make it contiguous before registering it"
         )
     return place, np.where(walked, times * held_strides[dim], 0)
+
+
+_MOST_DIMS = 16
+
+
+def equal_shares(nbytes: Int64, shares: int) -> Int64:
+    """Return the share of each row: contiguous ranges of about equal bytes.
+
+    A row belongs to the share of its middle byte. If there are at least as many rows as shares, no share is empty.
+    """
+    done = np.cumsum(nbytes)
+    total = int(done[-1]) if len(done) else 0
+    return np.minimum(((done - nbytes / 2) * shares / max(1, total)).astype(np.int64), shares - 1)
+
+
+PIECE = 1 << 20  # elements
+GPU_PIECE = 1 << 28  # a GPU converts smaller pieces faster than they can be queued
+QUANTIZE, QUANTIZE_SWIZZLED, SWIZZLE = 0, 1, 2
+ELEMENT_BYTES = 2  # of bfloat16, the dtype that is quantized
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """One conversion. Offsets are in bytes; `data` is unused if only scales are swizzled."""
+
+    kind: int
+    shape: tuple[int, ...]  # in elements
+    read: int  # the arena that it reads, at `source`
+    arena: int  # the arena that it writes; it may be the same
+    source: int
+    data: int
+    scale: int
+    rounding: Rounding = Rounding.RCEIL
+
+
+@dataclass(frozen=True, eq=False)
+class ConversionList(WorkList):
+    """Pieces of conversions, one row each.
+
+    `size` is [rows, columns] of the piece. A row-major piece is one row, a swizzled one consists of whole tensor rows.
+    """
+
+    ARENAS = ("read", "arena")
+
+    kind: Int64
+    rounding: Int64  # index into ROUNDINGS
+    read: Int64
+    arena: Int64
+    source: Int64  # bytes from the arena's start
+    data: Int64
+    scale: Int64
+
+    @property
+    def row_bytes(self) -> Int64:
+        """Bytes that each piece reads, shape [n]."""
+        elements: Int64 = np.prod(self.size, axis=1, dtype=np.int64)
+        return np.where(self.kind == SWIZZLE, elements // BLOCK, elements * ELEMENT_BYTES)
+
+
+def check_piece(pieces: ConversionList, row: int) -> tuple[int, int, int, int]:
+    """Return kind, rows, columns and rounding of a piece.
+
+    Raises:
+        TransportError: the row's kind, size or rounding is invalid.
+    """
+    kind, rounding = int(pieces.kind[row]), int(pieces.rounding[row])
+    rows, columns = pieces.size[row].tolist()
+    fits = QUANTIZE <= kind <= SWIZZLE and 0 <= rounding < len(ROUNDINGS) and rows > 0 and columns >= BLOCK
+    if not fits or columns % BLOCK:
+        raise TransportError(
+            f"conversion {row}: there is no conversion {kind} of [{rows}, {columns}], rounding {rounding}"
+        )
+    return kind, rows, columns, rounding
+
+
+def pieces_of(made: Sequence[Made], piece: int = PIECE, on_gpus: Collection[int] = ()) -> ConversionList:
+    """Cut conversions into pieces of about `piece` elements; on GPUs, of at least GPU_PIECE elements."""
+    sizes = {one.arena: max(piece, GPU_PIECE) if one.arena in on_gpus else piece for one in made}
+    found: list[tuple[int, ...]] = []
+    for one in made:
+        total = prod(one.shape)
+        piece = sizes[one.arena]
+        head = (one.kind, ROUNDINGS.index(one.rounding), one.read, one.arena)
+        if not total:
+            continue
+        if one.kind == QUANTIZE:
+            for start in range(0, total, piece):
+                places = one.source + start * ELEMENT_BYTES, one.data + start, one.scale + start // BLOCK
+                found.append((*head, *places, 1, min(piece, total - start)))
+            continue
+        columns = one.shape[-1]
+        blocks, rows = columns // BLOCK, total // columns
+        high = max(1, piece // (TILE_ROWS * columns)) * TILE_ROWS
+        for row in range(0, rows, high):
+            source = one.source + row * (blocks if one.kind == SWIZZLE else columns * ELEMENT_BYTES)
+            places = source, one.data + row * columns, one.scale + swizzled_bytes(row, blocks)
+            found.append((*head, *places, min(high, rows - row), columns))
+    table = np.array(found, np.int64).reshape(len(found), 9)
+    return ConversionList(table[:, 7:], *table[:, :7].T)

@@ -1,4 +1,4 @@
-"""Where the tensors of one rank lie. In columns, since models have very many tensors of few shapes."""
+"""The places of one rank's tensors. They are stored in columns: models have very many tensors of few shapes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
 
-PROCESS_MEMORY = -1  # as arena id: the tensor lies at an address in another process
-
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """Location of a local tensor: `offset` bytes into `arena`, or at address `offset` of process `pid`."""
+    """Location of a local tensor: `offset` bytes into `arena`."""
 
     arena: int
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # bytes
-    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +37,15 @@ class Places:
     rows: Mapping[str, int]
     forms: tuple[ShapeAndStrides, ...]
     form: Int64  # index into `forms`
-    arena: Int64  # [n] arena id or PROCESS_MEMORY
+    arena: Int64  # [n] arena id
     offset: Int64  # [n]
-    pid: Int64  # [n] for PROCESS_MEMORY
 
     def __len__(self) -> int:
         return len(self.form)
 
     def __getitem__(self, row: int) -> LocalTensor:
         form = self.forms[int(self.form[row])]
-        return LocalTensor(int(self.arena[row]), int(self.offset[row]), form.shape, form.strides, int(self.pid[row]))
+        return LocalTensor(int(self.arena[row]), int(self.offset[row]), form.shape, form.strides)
 
     def in_arena(self, arena: int) -> Places:
         """Return the same places in another arena."""
@@ -63,19 +59,13 @@ class Places:
         """Return the same places at other offsets of their arenas."""
         return replace(self, offset=np.array(offsets, np.int64))
 
-    def at(self, addresses: Sequence[int], pid: int) -> Places:
-        """Return the same tensors at addresses in a process."""
-        n = len(self)
-        offset = np.array(addresses, np.int64)
-        return replace(self, arena=np.full(n, PROCESS_MEMORY, np.int64), offset=offset, pid=np.full(n, pid, np.int64))
-
     def arenas(self) -> set[int]:
-        """Return the ids of the arenas, including PROCESS_MEMORY."""
+        """Return the ids of the arenas."""
         return set(np.unique(self.arena).tolist())
 
 
 def places_of(tensors: Iterable[LocalTensor], rows: Mapping[str, int] | None = None) -> Places:
-    """Put places into columns. Takes a microsecond each, so do it once per registration, not in every swap."""
+    """Put places into columns. This takes a microsecond for each place: do it once per registration, not per swap."""
     found = list(tensors)
     numbers: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     form = [numbers.setdefault((t.shape, t.strides), len(numbers)) for t in found]
@@ -85,7 +75,6 @@ def places_of(tensors: Iterable[LocalTensor], rows: Mapping[str, int] | None = N
         form=np.array(form, np.int64),
         arena=np.array([t.arena for t in found], np.int64),
         offset=np.array([t.offset for t in found], np.int64),
-        pid=np.array([t.pid for t in found], np.int64),
     )
 
 
@@ -97,7 +86,6 @@ class Chosen:
     form: Int64
     arena: Int64
     offset: Int64
-    pid: Int64
 
 
 def choose(places: Mapping[int, Places], ranks: Int64, names: Sequence[str]) -> Chosen:
@@ -106,7 +94,7 @@ def choose(places: Mapping[int, Places], ranks: Int64, names: Sequence[str]) -> 
     Raises:
         KeyError: a tensor has no place; the key is (rank, name).
     """
-    columns: dict[str, list[Int64]] = {name: [] for name in ("form", "arena", "offset", "pid")}
+    columns: dict[str, list[Int64]] = {name: [] for name in ("form", "arena", "offset")}
     forms: list[ShapeAndStrides] = []
     found, first = np.unique(ranks, return_index=True)
     for rank, begin, end in zip(found.tolist(), first.tolist(), np.append(first, len(ranks))[1:].tolist(), strict=True):
@@ -117,7 +105,7 @@ def choose(places: Mapping[int, Places], ranks: Int64, names: Sequence[str]) -> 
         at = np.array(cast("list[int]", rows), np.int64)
         columns["form"].append(held.form[at] + len(forms))
         forms += held.forms
-        for name in ("arena", "offset", "pid"):
+        for name in ("arena", "offset"):
             columns[name].append(getattr(held, name)[at])
     joined = {name: np.concatenate([np.empty(0, np.int64), *parts]) for name, parts in columns.items()}
     return Chosen(tuple(forms), **joined)

@@ -1,4 +1,4 @@
-"""Arenas: sealed, prefaulted memory files that outlive the processes that use them."""
+"""Arenas: sealed, prefaulted memory files. They outlive the processes that use them."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from refitd.text import printable
 
 # These are missing in some Python versions; the numbers are the kernel's (fcntl.h, mman-common.h).
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-_SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL, SHRINK, GROW: no peer can truncate the file under another's mapping
+_SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL, SHRINK, GROW: no process can truncate a file that others have mapped
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# What the kernel calls arenas, and the page of permits (refitd.buffers.permits), which is never taken back.
+# The kernel's names for arenas and for the page of permits (refitd.buffers.permits). The daemon never adopts a page.
 _FILES, PERMITS = "/memfd:refitd:", "permits"
 _PERMITS = f"{_FILES}{PERMITS} "
 
 
-# Bytes allocated per step: at worst some seconds, so that a caller can give up in between.
+# Bytes allocated per step: a step takes at most some seconds, and a caller can cancel between two steps.
 _STEP = 256 << 20
 
 
 def create(nbytes: int, label: str, moved: Callable[[], None] = lambda: None) -> int:
     """Return the descriptor of a new memory file of `nbytes`, mode 0600, sealed, with its pages allocated.
 
-    `moved` is called between steps; if it raises, everything is freed and the error passed on.
+    `moved` is called between steps; if it raises, the memory is freed and the error is raised again.
 
     Raises:
-        ArenaError: too little memory is left, or the kernel refuses; everything has been freed.
+        ArenaError: too little memory is left, or the kernel refuses; the memory has been freed.
     """
     check_bytes([(nbytes, label)])
     try:
@@ -70,19 +70,19 @@ def _fill(fd: int, nbytes: int, label: str, moved: Callable[[], None]) -> None:
             f"all were given back, and now there are: {limits}; free memory or raise the limit that is too low"
         ) from exc
     moved()
-    MappedArena(fd, nbytes, write=True)  # touches every page now, which costs 5 to 10 times as much as a copy
+    MappedArena(fd, nbytes, write=True)  # touch every page now: the first touch costs 5 to 10 times as much as a copy
 
 
 def is_sealed(fd: int) -> bool:
-    """Whether no holder of the descriptor can change the file's size."""
+    """Return whether the file's size is sealed: no process can change it."""
     return fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS == _SEALS
 
 
 def taken_back(fd: int, nbytes: int) -> tuple[int, bool]:
-    """Check a descriptor of an arena that a client has kept; return a writable one, and whether the client can write.
+    """Check a descriptor of an arena that a client hands over; return a writable one, and whether the client can write.
 
     Raises:
-        ArenaError: it is no arena of `nbytes` that a daemon of this user has made; the text says what differs.
+        ArenaError: it is not an arena of `nbytes` created by a daemon of this user; the text lists the differences.
     """
     found = os.fstat(fd)
     try:
@@ -108,7 +108,7 @@ def taken_back(fd: int, nbytes: int) -> tuple[int, bool]:
 
 
 def read_only(fd: int) -> int:
-    """Return a new descriptor of the same memory file that cannot be mapped for writing.
+    """Return a new read-only descriptor of the memory file: it cannot be mapped for writing.
 
     Raises:
         ArenaError: this process cannot open more files.
@@ -123,7 +123,7 @@ _left: weakref.WeakSet[Mapping] = weakref.WeakSet()
 
 
 def is_left(address: int) -> bool:
-    """Whether this process's `address` is in an arena that was left, and is still mapped because tensors lie there."""
+    """Return whether `address` is in an arena whose session has ended, still mapped because tensors use it."""
     return any(0 <= address - mapping.address < mapping.nbytes for mapping in _left)
 
 
@@ -154,20 +154,20 @@ class MappedArena:
         self.address: int = self.mapping.address
 
     def exchange(self, other: MappedArena) -> None:
-        """Exchange what two arenas of one size hold, in this process: every address shows the other arena's bytes.
+        """Exchange two arenas of one size in this process: the addresses of each show the other arena's bytes.
 
         Raises:
-            ArenaError: the kernel refuses; nothing has changed.
+            ArenaError: the kernel refuses; both arenas are unchanged.
         """
         exchange(self.mapping, other.mapping)
 
     @property
     def exchanges(self) -> int:
-        """How often it was exchanged."""
+        """How often the arena was exchanged."""
         return self.mapping.exchanges
 
     def leave(self) -> None:
-        """Note that its session has ended: only tensors of this process still use it."""
+        """Note that the arena's session has ended: only tensors of this process still use it."""
         _left.add(self.mapping)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:

@@ -1,7 +1,7 @@
 """Blocks of a tensor: the digest of each, and where two blocks that should be equal differ.
 
-A tensor's elements, in row-major order and wherever they lie, are cut into [0:step], [step:2*step], ... A tensor's
-digests are those of its blocks in this order: a digest covers the content of a block, the list its position.
+A tensor's elements are cut, in row-major order and independent of their strides, into [0:step], [step:2*step], ... A
+tensor has one digest for each block, in this order. A digest covers a block's content; the list covers its position.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import xxhash
 MIN_BLOCK_BYTES = 1 << 20
 MAX_BLOCKS = 64  # of one tensor
 DIGEST_BYTES = 8
-# bytes gathered, hashed or compared at once; they stay in cache
+# bytes that are gathered, hashed or compared in one step; they stay in cache
 CHUNK_BYTES = 256 << 10
 
 Elements = npt.NDArray[np.void]
@@ -33,12 +33,12 @@ def block_steps(elements: npt.NDArray[np.int64], element_size: npt.NDArray[np.in
 
 
 def blocks_of(elements: int, step: int) -> list[tuple[int, int]]:
-    """Return (first element, elements) of every block; an empty tensor has none."""
+    """Return (first element, number of elements) of every block; an empty tensor has no block."""
     return [(first, min(step, elements - first)) for first in range(0, elements, step)]
 
 
 def packed(array: Elements, first: int, count: int) -> Iterator[Elements]:
-    """Yield elements [first : first + count], in row-major order, as contiguous parts of at most about CHUNK_BYTES."""
+    """Yield elements [first : first + count], in row-major order, as contiguous pieces of at most about CHUNK_BYTES."""
     if array.flags.c_contiguous or array.ndim == 1:
         flat = array.reshape(-1) if array.flags.c_contiguous else array
         step = max(1, CHUNK_BYTES // array.itemsize)
@@ -61,7 +61,7 @@ def packed(array: Elements, first: int, count: int) -> Iterator[Elements]:
 
 
 def digest(parts: Iterator[Elements]) -> bytes:
-    """Return the digest of the concatenated parts; it depends on the position of every byte."""
+    """Return the digest of the concatenated pieces; it depends on the position of every byte."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part.view(np.uint8).data)
@@ -69,9 +69,9 @@ def digest(parts: Iterator[Elements]) -> bytes:
 
 
 def compare(live: Iterator[Elements], expected: Iterator[Elements], first: int) -> tuple[int, int, int]:
-    """Return (first, last, number) of the elements that differ; both begin at index `first`. Number 0: none differ.
+    """Return (first, last, number) of the elements that differ; number 0: none differ.
 
-    Both sides yield the same number of elements in all, but may cut them differently.
+    Both sides begin at index `first` and yield the same total number of elements, but may cut them differently.
     """
     found, lowest, highest, at = 0, 0, 0, first
     for one, other in zip(_evenly(live), _evenly(expected), strict=True):
@@ -86,7 +86,7 @@ def compare(live: Iterator[Elements], expected: Iterator[Elements], first: int) 
 
 
 def _evenly(parts: Iterator[Elements]) -> Iterator[Elements]:
-    """Cut parts anew, into equal steps, so that two sides with different parts can be compared."""
+    """Cut the concatenated pieces into equal steps: two sides with different pieces can then be compared."""
     kept: list[Elements] = []
     held = 0
     for part in parts:
@@ -103,7 +103,7 @@ def _evenly(parts: Iterator[Elements]) -> Iterator[Elements]:
 
 
 def slice_text(shape: Sequence[int], first: int, last: int) -> str:
-    """Return the smallest box that holds elements `first` to `last` of a tensor, written as an index.
+    """Return the smallest box that contains elements `first` to `last` of a tensor, written as an index.
 
     shape (4, 8): 10..13 -> "[1, 2:6]"; 10..17 -> "[1:3, :]"
     """

@@ -1,4 +1,4 @@
-"""How much more memory and how many descriptors this process can get, and which limit applies."""
+"""Compute how much more memory and how many descriptors this process can get, and which limit applies."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path, PurePosixPath
 
 from refitd.errors import ArenaError, RefusedError
 
-# Never given to arenas: once a control group is full, the kernel kills the next process that allocates.
+# Arenas never use this reserve: when a control group is full, the kernel kills the next process that allocates.
 MEMORY_RESERVE = 64 << 20
 
-# Descriptors that a client opens to connect (two sockets and those inside ZeroMQ), and a server before it serves.
+# Descriptors that a client opens to connect (two sockets and ZeroMQ's own), and that a server opens before it serves.
 CLIENT_DESCRIPTORS = 12
 SERVER_DESCRIPTORS = 40
 
-# Kept free for clients that connect, descriptors in transit and jobs on their way to workers.
+# Reserved for clients that connect, descriptors in transit and jobs that are sent to workers.
 DESCRIPTOR_RESERVE = 32
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
@@ -62,7 +62,8 @@ def memory_limits(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> list[Limit]:
 def process_limits(held: int = 0) -> list[Limit]:
     """Return this process's own limits for one arena: file size and address space.
 
-    `held` bytes of arenas are subtracted from the address space, besides what is mapped here: a worker maps them all.
+    `held` bytes of arenas are subtracted from the address space, in addition to this process's mappings, because a
+    worker maps all arenas.
     """
     found = []
     file_size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -78,14 +79,14 @@ def process_limits(held: int = 0) -> list[Limit]:
 
 
 def check_bytes(wanted: Sequence[tuple[int, str]], held: int = 0) -> None:
-    """Refuse arenas, (bytes, label) each, that do not fit together; nothing is allocated.
+    """Refuse arenas, (bytes, label) each, that do not fit together. This only checks; it does not allocate.
 
     Args:
         wanted: the arenas to allocate.
         held: bytes of existing arenas, which this process's workers have mapped.
 
     Raises:
-        ArenaError: names the request, what is available, the limit and how to raise it.
+        ArenaError: names the request, the available bytes, the limit and how to raise it.
     """
     total, largest = sum(nbytes for nbytes, _ in wanted), max(nbytes for nbytes, _ in wanted)
     tightest = memory_limits()[0]
@@ -107,7 +108,7 @@ def check_bytes(wanted: Sequence[tuple[int, str]], held: int = 0) -> None:
 def check_descriptors(wanted: Sequence[tuple[int, str]], held: int, workers: int) -> None:
     """Refuse arenas that would leave this process too few descriptors.
 
-    An arena takes one, and one more for each worker that is restarted while it exists.
+    An arena takes one descriptor, and one more for each worker that is restarted while the arena exists.
 
     Args:
         wanted: the arenas to allocate, as in `check_bytes`.
@@ -115,7 +116,7 @@ def check_descriptors(wanted: Sequence[tuple[int, str]], held: int, workers: int
         workers: number of workers that need all of them.
 
     Raises:
-        ArenaError: names what is used, the limit, what is needed and how to raise it.
+        ArenaError: names the open and the needed descriptors, the limit and how to raise it.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
@@ -132,15 +133,16 @@ def check_descriptors(wanted: Sequence[tuple[int, str]], held: int, workers: int
 
 
 def require_descriptors(needed: int, who: str, *, raised: bool = True) -> None:
-    """Refuse to start if descriptors would run out half way, since libraries then end the process instead of failing.
+    """Refuse to start if descriptors would run out later, because libraries then end the process instead of failing.
 
     Args:
-        needed: how many will be opened.
-        who: what starts, for the error.
-        raised: whether the soft limit applies; if not, the hard limit, to which it will be raised.
+        needed: how many descriptors will be opened.
+        who: name of the program that starts, for the error.
+        raised: whether the soft limit applies. If False, the hard limit applies, because the soft limit will be raised
+            to it.
 
     Raises:
-        RefusedError: names the limit, what is open and how to raise it.
+        RefusedError: names the limit, the open descriptors and how to raise the limit.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0 if raised else 1]
     if limit == resource.RLIM_INFINITY:
@@ -170,7 +172,7 @@ def descriptors_left() -> int:
 def raise_descriptor_limit() -> tuple[int, int]:
     """Raise this process's soft limit on descriptors to the hard limit; return (old, new) soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # a hard limit above what the kernel allows now
+    with contextlib.suppress(OSError, ValueError):  # the hard limit may be above the kernel's present maximum
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return soft, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
@@ -181,15 +183,15 @@ def named(wanted: Sequence[tuple[int, str]]) -> str:
 
 
 def _groups(path: str, mount: Path, limit: str, usage: str, prefix: str) -> Iterator[Limit]:
-    """Yield the limit of each control group from `path` up to the root of the mount, where one is set."""
+    """Yield each limit that is set on a control group from `path` up to the root of the mount."""
     inside = PurePosixPath(path.lstrip("/"))
-    # a path that leads out of this namespace shares only the root with the mount
+    # if the path leads out of this namespace, only the root of the mount applies
     here = [] if ".." in inside.parts else [inside, *inside.parents]
     for group in dict.fromkeys([*here, PurePosixPath()]):
         folder = mount / group
         most, now = _read(folder / limit).strip(), _read(folder / usage).strip()
         if not most.isdigit() or not now.isdigit() or int(most) >= 1 << 62:
-            continue  # "max", or version 1's value for that, or a controller that is not enabled here
+            continue  # no limit ("max", in version 1 a huge number), or the controller is not enabled here
         stat = _fields(_read(folder / "memory.stat"))
         # the kernel drops the page cache of files first; memory files are not part of it
         cache = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)

@@ -1,11 +1,11 @@
-"""GPU arenas: CUDA allocations behind file descriptors, so that they outlive the processes that use them.
+"""GPU arenas: CUDA allocations behind file descriptors. They outlive the processes that use them.
 
-    create      cuMemCreate, cuMemExportToShareableHandle        the daemon: a descriptor, nothing mapped
+    create      cuMemCreate, cuMemExportToShareableHandle        the daemon: a descriptor, without a mapping
     map         cuMemImportFromShareableHandle, cuMemMap, ...    workers and clients, from a descriptor they were sent
 
-The driver is called directly (libcuda; the layout of its functions and structures has not changed since CUDA 11). So
-the owner of arenas needs neither torch nor a binding of one CUDA major version. Only the tensor over a mapped arena is
-torch's. Every process that maps or creates an arena retains the device's primary context, which torch uses as well.
+The driver is called directly (libcuda; the layout of its functions and structures has not changed since CUDA 11). The
+owner of arenas therefore needs neither torch nor a binding of one CUDA major version. Only the tensor over a mapped
+arena needs torch. Every process that maps or creates an arena retains the device's primary context, as torch does.
 
 Processes number GPUs by their CUDA_VISIBLE_DEVICES. In messages they use a GPU's name (`name_of`).
 """
@@ -105,13 +105,13 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
 
 
 class Driver:
-    """The CUDA driver of this machine, initialised."""
+    """This machine's CUDA driver, initialised."""
 
     def __init__(self) -> None:
-        """Load and initialise it.
+        """Load and initialise the driver.
 
         Raises:
-            ArenaError: there is no driver, or it finds no GPU.
+            ArenaError: there is no driver, or the driver finds no GPU.
         """
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
@@ -183,7 +183,7 @@ def index_of(name: str) -> int:
 
 
 class _Context:
-    """A device's primary context, current inside the block. It is kept between blocks only after `keep`."""
+    """A device's primary context, current inside the block. It is retained between blocks only after `keep`."""
 
     def __init__(self, driver: Driver, device: int) -> None:
         self._driver = driver
@@ -213,7 +213,7 @@ class _Context:
         self._driver.call("cuDevicePrimaryCtxRelease_v2", self._device)
 
     def keep(self) -> None:
-        """Retain the context until `let_go`: its mappings end with it."""
+        """Retain the context until `let_go`, because its mappings end with it."""
         self._driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(ctypes.c_void_p()), self._device)
 
     def let_go(self) -> None:
@@ -241,7 +241,7 @@ def create(nbytes: int, label: str, device: int = 0) -> int:
     """Return the descriptor of new GPU memory, which lives as long as any descriptor or mapping of it.
 
     Raises:
-        ArenaError: the GPU has too little memory left, or cannot share it; nothing stays allocated.
+        ArenaError: the GPU has too little memory left, or cannot share it; all allocations were freed.
     """
     return create_all(((nbytes, label),), device)[0]
 
@@ -250,7 +250,7 @@ def create_all(wanted: Sequence[tuple[int, str]], device: int) -> list[int]:
     """Return the descriptors of several arenas, (bytes, label) each, on one GPU: all or none.
 
     Raises:
-        ArenaError: as `create`; names the requested and the free bytes.
+        ArenaError: as in `create`; names the requested and the free bytes.
     """
     for nbytes, label in wanted:
         if nbytes < 1:
@@ -285,18 +285,18 @@ def _exported(driver: Driver, device: int, size: int) -> int:
     try:
         driver.call("cuMemExportToShareableHandle", ctypes.byref(fd), handle, _POSIX_FD, 0)
     finally:
-        driver.call("cuMemRelease", handle)  # the descriptor holds the memory
+        driver.call("cuMemRelease", handle)  # the descriptor keeps the memory allocated
     return fd.value
 
 
 class MappedDeviceArena:
     """A GPU arena mapped into this process, until it is closed or it and all its tensors are garbage collected.
 
-    Its tensors must not be used after `close`. A descriptor of GPU memory cannot be made read-only: mapping it for
-    reading prevents mistakes, not attacks.
+    Do not use its tensors after `close`. A descriptor of GPU memory cannot be made read-only: a mapping for reading
+    prevents mistakes, not attacks.
 
     Attributes:
-        exchanges: how often it was exchanged.
+        exchanges: how often the arena was exchanged.
     """
 
     address = 0
@@ -306,7 +306,7 @@ class MappedDeviceArena:
         """Map the memory behind `fd`; the caller still closes `fd`.
 
         Raises:
-            ArenaError: it is not memory of this GPU, has another size, or cannot be mapped.
+            ArenaError: `fd` is not memory of this GPU, has another size, or cannot be mapped.
         """
         self._driver = Driver()
         self._context = _Context(self._driver, device)
@@ -315,7 +315,7 @@ class MappedDeviceArena:
         self.writable = write
         with self._context:
             self._size = _whole(self._driver, device, nbytes)
-            self._handle = ctypes.c_ulonglong()  # kept for `exchange`
+            self._handle = ctypes.c_ulonglong()  # used by `exchange`
             try:
                 self._driver.call("cuMemImportFromShareableHandle", ctypes.byref(self._handle), fd, _POSIX_FD)
                 try:
@@ -338,7 +338,7 @@ class MappedDeviceArena:
         return address.value
 
     def _map(self, address: int) -> None:
-        """Map the arena's memory at a free address; raises ArenaError, and then nothing is mapped."""
+        """Map the arena's memory at a free address; raises ArenaError without leaving a mapping."""
         self._driver.call("cuMemMap", address, self._size, 0, self._handle, 0)
         try:
             access = _Access(_Location(_ON_DEVICE, self.device), _READ_WRITE if self.writable else _READ)
@@ -348,13 +348,13 @@ class MappedDeviceArena:
             raise
 
     def exchange(self, other: MappedDeviceArena) -> None:
-        """Exchange what two arenas of one size hold, in this process, after the GPU's queued work; addresses stay.
+        """Exchange the memory of two arenas of one size in this process, after the GPU's queued work.
 
-        Captured CUDA graphs keep working: they know addresses only.
+        Addresses do not change, so captured CUDA graphs keep working.
 
         Raises:
-            ArenaError: the sizes or devices differ, and nothing has changed; or the driver fails half way, and neither
-                arena may be used any more.
+            ArenaError: the sizes or devices differ, and both arenas are unchanged; or the driver fails half way, and
+                both arenas are unusable.
         """
         if (self._size, self.device) != (other._size, other.device):
             raise ArenaError(f"arenas of {self._size} and {other._size} bytes on GPUs {self.device} and {other.device}")
@@ -369,11 +369,11 @@ class MappedDeviceArena:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """A uint8 view of the arena's bytes. Writing to an arena that is mapped for reading ends the process."""
+        """A uint8 view of the arena's bytes. If the arena is mapped for reading, a write ends the process."""
         return self.tensor_at(0, self.nbytes)
 
     def tensor_at(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return a uint8 view of some bytes, whose storage is these alone."""
+        """Return a uint8 view of some bytes; its storage is only these bytes."""
         import torch
 
         return tensor_at(self.address + offset, nbytes, torch.device("cuda", self.device), self)
@@ -396,7 +396,7 @@ class MappedDeviceArena:
         self._context.let_go()
 
     def __del__(self) -> None:
-        with suppress(Exception):  # the interpreter ends, or this is a fork: the mapping ends with the process
+        with suppress(Exception):  # at exit or in a fork this fails; the mapping ends with the process
             self.close()
 
     def __enter__(self) -> MappedDeviceArena:
@@ -416,7 +416,7 @@ def tensor_at(address: int, nbytes: int, device: torch.device, owner: object = N
 
 @dataclass(frozen=True, slots=True)
 class _DeviceMemory:
-    """Device memory in the form that torch and other libraries accept; they keep this object while they use it."""
+    """Device memory in a form that torch and other libraries accept; they reference this object while they use it."""
 
     address: int
     nbytes: int
@@ -429,7 +429,7 @@ class _DeviceMemory:
 
 
 def survey() -> list[tuple[str, str]]:
-    """Return (name, reason) for each GPU this process sees: why arenas cannot lie on it, "" if they can."""
+    """Return (name, reason) for each GPU that this process sees: why it cannot have arenas, "" if it can."""
     found: list[tuple[str, str]] = []
     for index in range(visible_devices()):
         try:

@@ -11,20 +11,20 @@ from pathlib import Path
 
 from refitd.errors import PeerLost, ProtocolError, RefusedError
 
-# One datagram holds a small message; plans are sent as memory files.
+# A datagram contains one small message; plans are sent as memory files.
 MAX_DATAGRAM = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The process that connected, as the kernel reports it."""
+    """The connected process, as reported by the kernel."""
 
     pid: int
     uid: int
 
 
 def refuse_if_listening(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> None:
-    """Refuse a socket file that a process listens on; ZeroMQ would silently take it over.
+    """Refuse a socket file that a process listens on; ZeroMQ would silently replace it.
 
     Raises:
         RefusedError: a process listens there.
@@ -45,7 +45,7 @@ def listen(path: Path) -> socket.socket:
     """Listen for clients on a 0600 SEQPACKET socket.
 
     Raises:
-        RefusedError: a process listens there already; a stale socket file is replaced.
+        RefusedError: a process listens there already. A stale socket file is replaced without an error.
     """
     refuse_if_listening(path, socket.SOCK_SEQPACKET)
     path.unlink(missing_ok=True)
@@ -74,10 +74,10 @@ _SO_PEERPIDFD = 77
 
 
 def process_of(connection: socket.socket, peer: Peer) -> int | None:
-    """Return a pidfd of the process that connected; it becomes readable when that process ends.
+    """Return a pidfd of the connected process; it becomes readable when that process ends.
 
-    The socket is not enough, since forked children keep it open. None if the kernel has no pidfds (before Linux 5.3),
-    or hides the process (another pid namespace).
+    The socket is not enough, because forked children keep it open. Return None if the kernel has no pidfds (before
+    Linux 5.3), or hides the process (another pid namespace).
 
     Raises:
         PeerLost: the process has ended already.
@@ -101,7 +101,7 @@ def send(connection: socket.socket, data: bytes, fds: tuple[int, ...] = ()) -> N
     """Send one datagram with descriptors.
 
     Raises:
-        PeerLost: the peer is gone or does not read.
+        PeerLost: the peer has ended or does not read.
     """
     if len(data) > MAX_DATAGRAM:
         raise ProtocolError(f"datagram of {len(data)} bytes: the limit is {MAX_DATAGRAM}")

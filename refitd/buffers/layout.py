@@ -1,11 +1,11 @@
-"""The layout of arenas in which refitd places the tensors."""
+"""The layout of arenas whose tensors are placed by refitd."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
 
-# Tensors start on a cache-line pair so that neighbours written by two workers never share a line.
+# Tensors start on a cache-line pair: neighbours that two workers write never share a line.
 ALIGNMENT = 256
 PAGE = 4096
 

@@ -1,7 +1,7 @@
 """Map memory files at aligned addresses, and exchange the files or pages behind two ranges of addresses.
 
-`mremap` moves whole page tables if both addresses are aligned to the range of such a table (1 GiB), so that an exchange
-takes some microseconds per GiB (`man 2 mremap`). Alignment costs address space and nothing else.
+If both addresses are aligned to the range of a page table (1 GiB), `mremap` moves the whole table (`man 2 mremap`). An
+exchange then takes some microseconds per GiB. Alignment costs only address space.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from refitd.errors import ArenaError, CommitError
 
 _GIB, HUGE = 1 << 30, 1 << 21  # the ranges of a page middle directory and of a page table
-_LARGE = 64 << 20  # files from this size on are worth a gibibyte of address space
+_LARGE = 64 << 20  # files of at least this size are worth a gibibyte of address space
 
 # These are missing in some Python versions; the numbers are the kernel's (mman-common.h, linux/mman.h).
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
@@ -28,7 +28,7 @@ _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 _MS_ASYNC = 1
 _SPLITS = 8  # pairs of mappings in a `SpareMappings`
-_REFUSED = ctypes.c_void_p(-1).value  # what mmap and mremap return then
+_REFUSED = ctypes.c_void_p(-1).value  # the result of mmap and mremap on failure
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
@@ -44,10 +44,10 @@ Move = tuple[int, int, int]  # (from this address, to this address, bytes)
 
 
 class Mapping:
-    """A shared mapping of the first `nbytes` of a file, unmapped when nothing refers to it any more.
+    """A shared mapping of the first `nbytes` of a file, unmapped when it is garbage collected.
 
     Attributes:
-        exchanges: how often it was exchanged; certain even when an interrupt (KeyboardInterrupt) follows at once.
+        exchanges: how often it was exchanged; correct even if an interrupt (KeyboardInterrupt) follows immediately.
     """
 
     def __init__(self, fd: int, nbytes: int, *, write: bool) -> None:
@@ -69,7 +69,7 @@ class Mapping:
         touched(self.address, nbytes, write=write)
 
     def bytes(self, *, write: bool) -> npt.NDArray[np.uint8]:
-        """Return the mapped bytes; the array, and whatever is made of it, keeps the mapping."""
+        """Return the mapped bytes; the array and all views of it keep the mapping alive."""
         memory = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
         memory.mapping = self  # type: ignore[attr-defined]
         found: npt.NDArray[np.uint8] = np.frombuffer(memoryview(memory).cast("B"), dtype=np.uint8)
@@ -78,11 +78,13 @@ class Mapping:
 
 
 def exchange(one: Mapping, other: Mapping) -> None:
-    """Exchange the files behind two mappings of one size; addresses stay. No thread may use either during the call.
+    """Exchange the files behind two mappings of one size; addresses do not change.
+
+    No thread may use either mapping during the call.
 
     Raises:
-        ArenaError: the kernel refuses; both mappings show what they showed.
-        CommitError: the kernel refuses half way, and then to go back, too.
+        ArenaError: the kernel refuses; both mappings are unchanged.
+        CommitError: the kernel refuses half way, and also refuses to undo the first half.
     """
     nbytes = one.nbytes
     if other.nbytes != nbytes:
@@ -109,13 +111,13 @@ def exchange(one: Mapping, other: Mapping) -> None:
 
 
 def remap(moves: Sequence[Move], done: list[int]) -> None:
-    """Move mappings to other addresses, one after the other; `done` gets an entry for each move.
+    """Move mappings to other addresses, one after the other; append to `done` for each move.
 
-    The old addresses stay reserved, so that no other thread's mmap gets them. The interpreter runs no code between two
-    moves, so that `done` is complete when an interrupt is raised.
+    The old addresses stay reserved: no other thread's mmap can get them. The interpreter runs no code between two
+    moves, so `done` is complete if an interrupt is raised.
 
     Raises:
-        OSError: the kernel refuses a move; those before it are done.
+        OSError: the kernel refuses a move; the earlier moves are done.
     """
     if not moves:
         return
@@ -130,7 +132,7 @@ def undo(moves: Sequence[Move], cause: BaseException) -> None:
     """Undo these moves, the last one first.
 
     Raises:
-        CommitError: the kernel refuses; what the addresses show must not be served.
+        CommitError: the kernel refuses; the contents at these addresses must not be served.
     """
     try:
         remap([(there, here, nbytes) for here, there, nbytes in reversed(moves)], [])
@@ -150,7 +152,7 @@ def reserved(nbytes: int, alignment: int) -> int:
     """Reserve an aligned range of addresses without memory; unaligned if address space is short.
 
     Raises:
-        OSError: there is none.
+        OSError: no range is free.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     try:
@@ -180,10 +182,10 @@ def show_again(here: int, nbytes: int, there: int) -> None:
 def show_private(here: int, nbytes: int, there: int) -> None:
     """Replace the mapping `there` by private pages with the bytes of `here`.
 
-    Readers see the old or the new pages. Only if limits leave no room for both, they see zeros in between.
+    Readers see the old or the new pages. Only if limits leave no room for both, readers see zeros in between.
 
     Raises:
-        OSError: the kernel refuses; nothing has changed.
+        OSError: the kernel refuses; the mapping is unchanged.
     """
     flags, protection = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED, mmap.PROT_READ | mmap.PROT_WRITE
     try:
@@ -200,7 +202,7 @@ class SpareMappings:
     """A reserve of address space and mappings, freed when an exchange that hit a limit must be undone."""
 
     def __init__(self, nbytes: int) -> None:
-        """Take the reserve; raises OSError if there is not enough."""
+        """Allocate the reserve; raises OSError if a limit is reached."""
         size = nbytes + 2 * _SPLITS * mmap.PAGESIZE
         self._start, self._size = reserved(size, mmap.PAGESIZE), size
         for page in range(_SPLITS):
@@ -218,10 +220,10 @@ class SpareMappings:
 
 @contextlib.contextmanager
 def congruent(address: int, nbytes: int) -> Iterator[int]:
-    """Reserve addresses during the block, at the same offset in a page table as `address`, so that tables can move.
+    """Reserve addresses during the block, at the offset of `address` in a page table: whole tables can then move.
 
     Raises:
-        OSError: there are none.
+        OSError: no range is free.
     """
     size = nbytes + HUGE
     start = reserved(size, HUGE)
@@ -239,14 +241,14 @@ def is_mapped(address: int, nbytes: int) -> bool:
 def touched(address: int, nbytes: int, *, write: bool) -> None:
     """Fill the page tables.
 
-    Not by mmap.madvise, which holds the interpreter's lock for the seconds that first touch can take. Kernels before
-    5.14 refuse this advice; pages then fault in at first touch, which is slower but correct.
+    This does not use mmap.madvise: the first touch can take seconds, and mmap.madvise holds the interpreter's lock.
+    Kernels before 5.14 refuse this advice; pages then fault in at first touch, which is slower but correct.
     """
     _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ)
 
 
 def unmapped_with(owner: object, address: int, nbytes: int) -> None:
-    """Unmap a range when its owner is collected; not atexit, because other threads may still read it then."""
+    """Unmap a range when its owner is collected, but not at exit, because other threads may still read it."""
     weakref.finalize(owner, _libc.munmap, address, nbytes).atexit = False
 
 

@@ -1,8 +1,8 @@
-"""The page of permits: until when each engine rank may serve. Its process reads it without a system call.
+"""The page of permits: until when each engine rank may serve. The rank's process reads it without a system call.
 
 A permit is a lease in the sense of Gray and Cheriton (Leases, SOSP 1989). The daemon renews it as long as a coordinator
-renews the daemon's own. A coordinator that loses a node decides nothing new before that node's permits have ended. So
-an engine whose daemon or coordinator is stopped, cut off or dead stops serving by itself, in time.
+renews the daemon's lease. If a coordinator loses a node, it makes no new decision before the node's permits have ended.
+If its daemon or coordinator is stopped, disconnected or dead, an engine therefore stops serving in time by itself.
 
 A slot is two aligned 64-bit words: the token of the rank that owns it, and the time of CLOCK_MONOTONIC, in
 nanoseconds, until which the rank may serve (0: not at all). Slots are reused under new tokens.
@@ -21,7 +21,7 @@ from refitd.buffers.cuda import MappedDeviceArena
 SLOTS = 65_536
 PAGE_BYTES = SLOTS * 16
 
-# The page is fetched like an arena, under a number that no arena has.
+# Clients request the page like an arena, under a number that no arena has.
 PAGE_ARENA = 1 << 40
 
 
@@ -54,7 +54,7 @@ class Permit:
 
     @property
     def is_given(self) -> bool:
-        """Whether this rank has a permit, ended or not; False: it was revoked, or none was given yet."""
+        """Whether this rank has a permit, even if it has ended; False if it was revoked or not given yet."""
         until = self._words[1]
         return self._words[0] == self._token and until > 0
 

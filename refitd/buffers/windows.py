@@ -1,10 +1,11 @@
-"""Map an arena's pages over existing memory: whole pages are replaced by the arena's, the edges are copied.
+"""Map an arena's pages over existing memory: the arena's pages replace whole pages; the edges are copied.
 
-    memory   other's | head  page page page  tail | other's        addresses stay as they are
+    memory   other's | head  page page page  tail | other's        addresses do not change
     arena              head [page page page] tail                  the bracket is a window
 
-A window is a second mapping of the live file. A pair has, for each window, a third mapping, of the staged file; a
-commit exchanges the two. Bytes that share a page with other memory (edges) stay private, and each commit copies them.
+A window is a second mapping of the live file. For each window, a pair has a third mapping, of the staged file. A commit
+exchanges the window and this mapping. Bytes that share a page with other memory (edges) stay private, and each commit
+copies them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _log = logging.getLogger("refitd.client")
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
-# Copying a smaller part is as fast as moving two mappings (measured: 12 us).
+# A copy of less memory is as fast as moving two mappings (measured: 12 us).
 LEAST = 256 << 10
 
 # Mappings per window: the rest of the memory on both sides, the window, two in its pair, and gaps between those. The
@@ -57,7 +58,7 @@ _SMALL_ALIGNMENT = 64
 
 
 class ArenaPart(NamedTuple):
-    """Memory of this process, and where its bytes lie in the arena."""
+    """Memory of this process, and the offset of its bytes in the arena."""
 
     address: int
     nbytes: int
@@ -73,10 +74,10 @@ class ArenaPart(NamedTuple):
 
 
 def placed(memory: Sequence[tuple[int, int]]) -> tuple[list[ArenaPart], int]:
-    """Return where (address, bytes), one after the other, lie in an arena, and its size.
+    """Place (address, bytes) one after the other in an arena; return the places and the arena's size.
 
-    What has a window lies in whole pages of the arena, at its address's place in a page. So offsets in other processes
-    differ by less than a page, and the size does not.
+    Memory with a window gets whole pages of the arena, and its offset in the first page equals its address's offset in
+    a page. Other processes' offsets therefore differ by less than a page, and their arenas have equal sizes.
     """
     page = mmap.PAGESIZE
     parts, end = [], 0
@@ -101,30 +102,30 @@ def most_windows() -> int:
         raise ArenaError(f"this process's mappings cannot be counted: {exc}; adopt without keep_addresses") from exc
 
 
-_SHOWN: set[_Windows] = set()  # keeps `_held` alive: memory is never freed while its pages are an arena's
+_SHOWN: set[_Windows] = set()  # keeps `_held` alive: memory must not be freed while an arena's pages are mapped there
 
 
 class _Windows:
-    """The windows of one arena; a separate object, so that they can be closed once the arena is unreachable."""
+    """The windows of one arena; a separate object, because they are closed when the arena is garbage collected."""
 
     def __init__(self, plain: Mapping, parts: Sequence[ArenaPart], held: object) -> None:
         self.plain = plain  # the whole live file
         self.parts = parts
         self.shown: list[ArenaPart] = []
         self._held = held
-        # Plain attributes, tested and set without a call in between, so that neither threads nor interrupts can come
-        # between. A lock would stay locked if an interrupt came between taking it and the block that it guards.
+        # Plain attributes, tested and set without a call in between: no other thread and no interrupt can run between.
+        # If an interrupt came between acquiring a lock and entering the guarded block, the lock would stay locked.
         self.is_busy = self.ends = False
         self.find_edges()
 
     def show(self, window: ArenaPart) -> str:
-        """Map the arena's pages into a window; return why that is impossible, "" if it is done."""
+        """Map the arena's pages into a window; return the reason if this fails, else ""."""
         _SHOWN.add(self)
         self.shown.append(window)
         there, nbytes, offset = window
         here = self.plain.address + offset
         try:
-            # map at another address first: the move then needs no further memory, mappings or address space
+            # map at another address first: the move itself then allocates no memory, mappings or address space
             with congruent(there, nbytes) as beside:
                 show_again(here, nbytes, beside)
                 touched(beside, nbytes, write=True)
@@ -159,12 +160,12 @@ class _Windows:
         self.edge_bytes = sum(edge.nbytes for edge in edges)
 
     def copy_edges(self, source: Mapping) -> None:
-        """Copy the edges out of a mapping of the arena; an interrupt comes before or after all of it."""
+        """Copy the edges out of a mapping of the arena; an interrupt is raised before or after all copies."""
         there, here, sizes = self._edges_in(source)
         deque(map(ctypes.memmove, there, here, sizes), maxlen=0)
 
     def keep_edges(self) -> None:
-        """Copy the edges into the live file, so that the owner's writes to them are kept like those to the pages."""
+        """Copy the edges into the live file. The owner's writes to edges are then preserved, as its writes to pages."""
         here, there, sizes = self._edges_in(self.plain)
         deque(map(ctypes.memmove, there, here, sizes), maxlen=0)
 
@@ -174,9 +175,9 @@ class _Windows:
         return addresses.tolist(), (offsets + file.address).tolist(), sizes.tolist()
 
     def close(self) -> None:
-        """Give every window private pages with the live bytes; during an exchange, the exchanging thread does it.
+        """Replace every window by private pages with the live bytes; during an exchange, the exchanging thread does it.
 
-        Never waits: the caller may be a signal handler, or Python's garbage collector, in the middle of an exchange.
+        Never wait: the caller may be a signal handler, or Python's garbage collector, in the middle of an exchange.
         """
         self.ends = True
         if self.is_busy:
@@ -200,12 +201,12 @@ class _Windows:
 
 
 class WindowedArena:
-    """An arena whose live bytes are at the addresses of memory that is older than the arena.
+    """An arena whose live bytes are mapped at the addresses of existing memory.
 
     When it is collected or left, the addresses get private pages again.
 
     Attributes:
-        refused: {index of a part: reason} for the parts whose pages could not be replaced.
+        refused: {index of a part: reason} for parts whose pages could not be replaced.
         edge_bytes: the bytes that each commit copies.
     """
 
@@ -214,10 +215,10 @@ class WindowedArena:
     def __init__(self, arena: MappedArena, parts: Sequence[ArenaPart], may_show: Sequence[bool], held: object) -> None:
         """Copy the parts' bytes into the arena, and map its pages over the parts that `may_show` allows.
 
-        `held` keeps the parts' memory from being freed. No thread may use the parts during the call.
+        `held` keeps the parts' memory allocated. No thread may use the parts during the call.
 
         Raises:
-            CommitError: the kernel has unmapped memory that it cannot map again.
+            CommitError: the kernel has unmapped memory and cannot map it again.
         """
         self.nbytes = arena.nbytes
         self._windows = windows = _Windows(arena.mapping, parts, held)
@@ -243,7 +244,7 @@ class WindowedArena:
 
     @property
     def address(self) -> int:
-        """The address of this process's mapping of the whole live arena, apart from the windows."""
+        """The address of this process's mapping of the whole live arena, which is separate from the windows."""
         return self._windows.plain.address
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
@@ -255,7 +256,7 @@ class WindowedArena:
         return part.offset + address - part.address if address + nbytes <= part.address + part.nbytes else None
 
     def leave(self) -> None:
-        """Give the memory private pages again, with the live bytes."""
+        """Replace the windows by private pages with the live bytes."""
         self._windows.close()
 
 
@@ -263,7 +264,7 @@ class WindowPair:
     """A windowed live arena and its staging arena.
 
     Attributes:
-        exchanges: how often they were exchanged; certain even when an interrupt follows at once.
+        exchanges: how often the two were exchanged; correct even if an interrupt follows immediately.
     """
 
     def __init__(self, live: WindowedArena, staging: MappedArena) -> None:
@@ -279,7 +280,7 @@ class WindowPair:
         self._shown = tuple(windows.shown)
         places, end = [], 0
         for window in self._shown:
-            # the same offset in a page table, so that whole tables can be moved
+            # the same offset in a page table: whole tables can then be moved
             end += (window.address - end) % (HUGE if window.nbytes >= HUGE else mmap.PAGESIZE)
             places.append(end)
             end += window.nbytes
@@ -289,7 +290,7 @@ class WindowPair:
             for base in bases:
                 unmapped_with(self, base, end)
             for (_, nbytes, offset), here, spare in zip(self._shown, self._beside, self._spare, strict=True):
-                show_again(self._staged.address + offset, nbytes, spare)  # only so that exchanges make no mappings
+                show_again(self._staged.address + offset, nbytes, spare)  # unread; exchanges then create no mappings
                 show_again(self._staged.address + offset, nbytes, here)
                 touched(here, nbytes, write=True)
         except OSError as exc:
@@ -307,8 +308,9 @@ class WindowPair:
         """Exchange the contents of the tensors and the staging arena.
 
         Raises:
-            ArenaError: the kernel refuses; nothing has changed.
-            CommitError: it refuses half way, and to go back, too; or the tensors' memory is given back.
+            ArenaError: the kernel refuses; the contents are unchanged.
+            CommitError: the kernel refuses half way and also refuses to undo the first half; or the tensors have
+                private pages again.
         """
         windows, done = self._live._windows, list[int]()
         moves: list[Move] = []
@@ -319,7 +321,7 @@ class WindowPair:
             for window, beside, spare in zip(self._shown, self._beside, self._spare, strict=True):
                 moves += (window.address, spare, window.nbytes), (beside, window.address, window.nbytes)
             try:
-                if self._shown:  # the kernel may find that a limit is reached when it has unmapped a range already
+                if self._shown:  # the kernel may reach a limit after it has already unmapped a range
                     room = SpareMappings(max(window.nbytes for window in self._shown))
                 windows.keep_edges()
                 remap(moves, done)
@@ -347,7 +349,7 @@ class WindowPair:
                 windows.close()
 
     def copy(self) -> None:
-        """Copy the staging arena's bytes into the tensors; raises CommitError if their memory was given back."""
+        """Copy the staging arena's bytes into the tensors; raises CommitError if they have private pages again."""
         windows = self._live._windows
         self._check_shown(windows)
         windows.is_busy = True
@@ -364,13 +366,13 @@ class WindowPair:
             raise CommitError("the tensors' memory is given back to them, or is being exchanged; register again")
 
     def restore(self, moved: Sequence[tuple[int, int, int]] = ()) -> bool:
-        """Copy what the staging arena holds under the tensors, and all edges; return whether they hold it then.
+        """Copy the tensors' bytes from the staging into the live arena, then all edges; return whether all match.
 
         Args:
-            moved: (offset, offset in the staging arena, bytes) of what is to be copied; without it, all of it is.
+            moved: (offset, offset in the staging arena, bytes) of each range to copy; if empty, all parts are copied.
 
         Raises:
-            CommitError: the tensors' memory is given back.
+            CommitError: the tensors have private pages again.
         """
         windows, staged = self._live._windows, self._staged.address
         moved = moved or [(part.offset, part.offset, part.nbytes) for part in windows.parts]

@@ -10,11 +10,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from refitd.checkpoints.archive import are_sizes, read_archive
-from refitd.checkpoints.folder import METADATA, PART, Checkpoint, TensorPart
-from refitd.checkpoints.header import Stored, refuse
-from refitd.checkpoints.opened import OpenedFile, OpenedFolder
-from refitd.checkpoints.pickles import SIZE, Call, PickledState, read_pickle, told
+from refitd.checkpoints.opened import OpenedFile, OpenedFolder, refuse
+from refitd.checkpoints.pickles import SIZE, Call, PickledState, are_sizes, read_archive, read_pickle, told
+from refitd.checkpoints.safetensors import METADATA, PART, Checkpoint, Stored, TensorPart
 from refitd.describe.layout import row_major
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import CheckpointError
@@ -54,7 +52,7 @@ class _Place(PickledState):
 
 
 class _Other(PickledState):
-    """What the metadata hold and nobody needs here."""
+    """Metadata fields that we ignore."""
 
 
 _CLASSES = {
@@ -97,8 +95,8 @@ class _Said:
     tensors: dict[str, _Declared]
     others: frozenset[str]  # entries that are no tensors
     places: dict[tuple[str, Offset], tuple[str, int, int]]  # of a chunk: file, offset and length of its archive
-    files: frozenset[str]  # that anything lies in
-    paths: dict[str, tuple[Any, ...]]  # of entries in the nested state dict that was saved
+    files: frozenset[str]  # files with any entry
+    paths: dict[str, tuple[Any, ...]]  # of entries in the saved nested state dict
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +125,8 @@ def read_dcp(opened: OpenedFolder, prefix: str | None = None) -> Checkpoint:
 
     Args:
         opened: the folder.
-        prefix: choose the tensors whose names begin so, and strip it. "": those at the top level. None: the tensors of
-            the only dict at the top level, by their names in that dict.
+        prefix: choose the tensors whose names begin so, and strip it. "": the tensors at the top level. None: the
+            tensors of the only dict at the top level, by their names in that dict.
 
     Raises:
         CheckpointError: a file is missing, truncated, damaged or of another checkpoint; chunks of a tensor overlap, or
@@ -179,7 +177,7 @@ def _read_metadata(file: OpenedFile) -> _Said:
 
 
 def _said(found: Any) -> _Said:
-    """Return the metadata in plain types; raises ValueError if they are not what they should be."""
+    """Return the metadata in plain types; raises ValueError if a type is wrong."""
     if not isinstance(found, _Metadata):
         raise ValueError(f"it is {told(found)}, expected Metadata")
     entries, stored = found.field("state_dict_metadata"), found.field("storage_data")
@@ -246,7 +244,7 @@ def _file(name: Any, place: PickledState) -> tuple[str, int, int]:
 
 def _chosen(path: Path, said: _Said, prefix: str | None) -> dict[str, tuple[str, _Declared]]:
     """Return the chosen tensors, as {name: (name in the folder, tensor)}."""
-    dicts: dict[str, dict[str, str]] = {}  # by what their tensors' names begin with: the tensors' names in it
+    dicts: dict[str, dict[str, str]] = {}  # prefix -> {name in this dict: name in the folder}
     for name in said.tensors:
         key = said.paths.get(name, (name,))
         first = f"{key[0]}." if len(key) > 1 else ""
@@ -271,13 +269,13 @@ def _chosen(path: Path, said: _Said, prefix: str | None) -> dict[str, tuple[str,
 
 
 def _place(name: str, full: str, tensor: _Declared, said: _Said, placed: dict[str, list[_Placed]]) -> Iterator[str]:
-    """Add the chunks of one tensor to those of their files; yield what is wrong with them."""
+    """Add the chunks of one tensor to `placed`, by file; yield their problems."""
     chunks = [(offset, size) for offset, size in tensor.chunks if prod(size)]
     if problems := layout_violations(tensor.shape, chunks):
         yield from (f"{full!r}: {problem}" for problem in problems)
         return
     if not prod(tensor.shape):
-        chunks = list(tensor.chunks[:1])  # a tensor without elements is one piece, wherever it lies
+        chunks = list(tensor.chunks[:1])  # a tensor without elements is one piece, at any offset
         if not chunks or chunks[0][1] != tensor.shape:
             yield f"{full!r}: it has no elements, and no chunk of its shape {list(tensor.shape)}"
             return
@@ -295,7 +293,7 @@ def _place(name: str, full: str, tensor: _Declared, said: _Said, placed: dict[st
 
 
 def _read_file(file: OpenedFile, placed: list[_Placed]) -> tuple[list[tuple[_Placed, Stored]], list[str]]:
-    """Return where the elements of these chunks lie in their file, in its order, and what is wrong with them."""
+    """Return the places of these chunks' elements in their file, in its order, and their problems."""
     found: list[tuple[_Placed, Stored]] = []
     problems: list[str] = []
     path = file.path
@@ -314,7 +312,7 @@ def _read_file(file: OpenedFile, placed: list[_Placed]) -> tuple[list[tuple[_Pla
 
 
 def _read_chunk(file: OpenedFile, one: _Placed) -> Stored:
-    """Return where a chunk's elements are in its file; raises ValueError if they are not there."""
+    """Return the place of a chunk's elements in its file; raises ValueError if they are not there."""
     if one.offset + one.length > file.size:
         raise ValueError(f"it ends at byte {one.offset + one.length}, and the file at {file.size}: it is truncated")
     found = read_archive(file.fd, one.offset, one.length)

@@ -1,7 +1,7 @@
-"""Open the files of a checkpoint once, and tell whether they are still the files that the folder names.
+"""Open the files of a checkpoint once, and check that the folder still names these files.
 
-Everything that is read of a checkpoint (index, headers, data) comes from these descriptors. A folder that is replaced
-(rename), a file that is replaced in it (rsync) and a file that is written in place are all found by `check`.
+Index, headers and data are all read from these descriptors. `check` finds a folder that was replaced (rename), a file
+in it that was replaced (rsync), and a file that was written in place.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import resource
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -23,12 +23,11 @@ import xxhash
 from refitd.errors import CheckpointError
 from refitd.files import open_regular
 
-# The kernel stamps a change with the time of its last tick (up to 10 ms old), so two changes within one tick have the
-# same stamp. A file that changed less than this long ago is looked at again later.
+# The kernel stamps a change with the time of its last tick (up to 10 ms old), so two changes within one tick have
+# equal stamps. A file that changed less than this long ago is checked again later.
 TICK_S = 0.1
 COARSE_TICK_S = 2.1  # of file systems that keep whole seconds
-ADVICE_BYTES = 1 << 20  # the kernel reads about this much ahead for one request, and ignores the rest of it
-SPARE_DESCRIPTORS = 64  # for the client's sockets and memory while the files are open
+ADVICE_BYTES = 1 << 20  # the kernel reads about this much ahead for one request, and ignores the rest
 
 AGAIN = "publish the folder again when its writer has finished"
 # rsync's name for a file under way, and the endings of other writers
@@ -36,7 +35,7 @@ _UNFINISHED = re.compile(r"\.(?P<rsync>.+)\.[A-Za-z0-9]{6}|(?P<other>.+)\.(?:tmp
 
 
 class _Mark(NamedTuple):
-    """The status of a file that changes whenever its content is changed."""
+    """The part of a file's status that changes with its content."""
 
     device: int
     inode: int
@@ -73,13 +72,8 @@ class OpenedFile:
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return these bytes, fewer only at the end of the file; raises CheckpointError if the disk fails."""
-        found = bytearray()
-        try:
-            while len(found) < nbytes and (more := os.pread(self.fd, nbytes - len(found), offset + len(found))):
-                found += more
-        except OSError as exc:
-            raise CheckpointError(f"{self.path}: it cannot be read: {exc.strerror or exc}") from exc
-        return bytes(found)
+        found = bytearray(max(0, min(nbytes, self.size - offset)))
+        return bytes(found[: self.read_into(offset, memoryview(found))])
 
     def read_into(self, offset: int, memory: memoryview) -> int:
         """Fill `memory` with the bytes from `offset` on; return their number, which is less only at the file's end.
@@ -125,21 +119,14 @@ class OpenedFolder:
         self.path = path
         self.files: dict[str, OpenedFile] = {}
         self._is_weights = is_weights
-        _raise_limit(0)
+        _raise_limit()
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as exc:
-            if exc.errno == errno.EMFILE:
-                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-                raise CheckpointError(
-                    f"{path}: it cannot be opened: this process may have {limit} open files (ulimit -n), and has them; "
-                    "raise that limit"
-                ) from exc
-            raise CheckpointError(f"{path}: it cannot be opened: {exc.strerror or exc}; give a folder") from exc
+            raise CheckpointError(f"{path}: it cannot be opened: {_why(exc)}; give a folder") from exc
         self._close = weakref.finalize(self, os.close, self._fd)
         try:
             self._names = self._list()
-            _raise_limit(len(self._names))
             self._open()
             self._settle()
             self.check()
@@ -168,9 +155,7 @@ class OpenedFolder:
             for name in sorted(self._list() ^ self._names)
             if name not in self.files
         ]
-        if problems:
-            more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-            raise CheckpointError(f"{'; '.join(problems[:5])}{more}; {AGAIN}")
+        refuse(problems, f"; {AGAIN}")
 
     def identity(self) -> str:
         """Return a digest of the files' names, sizes and modification times, equal on all nodes that see the folder."""
@@ -178,7 +163,7 @@ class OpenedFolder:
         return xxhash.xxh3_128_hexdigest(repr(marks).encode())
 
     def keep(self, names: Collection[str]) -> None:
-        """Close the files of other names; `check` looks at them as before."""
+        """Close the files of other names; `check` still compares them."""
         for name, file in self.files.items():
             if name not in names:
                 file.close()
@@ -193,9 +178,7 @@ class OpenedFolder:
         try:
             return frozenset(name for name in os.listdir(self._fd) if self._is_weights(name) or self._becomes(name))
         except OSError as exc:
-            if exc.errno == errno.EMFILE:
-                raise _too_many(self.path, len(self.files), len(self.files)) from exc
-            raise CheckpointError(f"{self.path}: it cannot be listed: {exc.strerror or exc}") from exc
+            raise CheckpointError(f"{self.path}: it cannot be listed: {_why(exc)}") from exc
 
     def _becomes(self, name: str) -> bool:
         found = _UNFINISHED.fullmatch(name)
@@ -211,15 +194,13 @@ class OpenedFolder:
             try:
                 self.files[name] = OpenedFile(self.path / name, open_regular(name, dir_fd=self._fd))
             except OSError as exc:
+                problems.append(f"{self.path / name}: it cannot be read: {_why(exc)}")
                 if exc.errno == errno.EMFILE:
-                    raise _too_many(self.path, len(self.files), len(self._names)) from exc
-                problems.append(f"{self.path / name}: it cannot be read: {exc.strerror or exc}")
-        if problems:
-            more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-            raise CheckpointError("; ".join(problems[:5]) + more)
+                    break
+        refuse(problems)
 
     def _settle(self) -> None:
-        """Wait until a change from now on gets another stamp than the last one."""
+        """Wait until a new change would get another stamp than the last change."""
         stamps = [file.mark.changed_ns for file in self.files.values()]
         if not stamps:
             return
@@ -247,24 +228,26 @@ class OpenedFolder:
         self.close()
 
 
-def _raise_limit(files: int) -> None:
-    """Raise the soft limit of open files to the hard one if `files` more do not fit: all are open together."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == hard:
-        return
-    try:
-        has_room = len(os.listdir("/proc/self/fd")) + files + SPARE_DESCRIPTORS <= soft
-    except OSError:  # there is no descriptor left to look with
-        has_room = False
-    if not has_room:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+def refuse(problems: Iterable[str], advice: str = "") -> None:
+    """Raise CheckpointError listing these problems, if any."""
+    found = list(problems)
+    if found:
+        more = f"; and {len(found) - 10} more" if len(found) > 10 else ""
+        raise CheckpointError("; ".join(found[:10]) + more + advice)
 
 
-def _too_many(path: Path, opened: int, files: int) -> CheckpointError:
+def _raise_limit() -> None:
+    """Raise the soft limit of open files to the hard one: all files of a folder are open together."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _why(exc: OSError) -> str:
+    if exc.errno != errno.EMFILE:
+        return exc.strerror or str(exc)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return CheckpointError(
-        f"{path}: {opened} of its {files} weight files are open, and this process may have {limit} open files "
-        f"(ulimit -n); raise that limit above {limit + files - opened + SPARE_DESCRIPTORS}"
+    return (
+        f"this process may have {limit} open files (ulimit -n), and all files of the folder are open; raise that limit"
     )
 
 

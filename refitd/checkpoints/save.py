@@ -1,4 +1,4 @@
-"""Save the live version of a model as a folder, from whatever layout its sources have."""
+"""Save the live version of a model as a folder, from any layout of its sources."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from refitd.checkpoints.formats import FORMATS, Format, Shard
-from refitd.checkpoints.header import in_file_order, nbytes_of, refuse
-from refitd.checkpoints.new_folder import new_folder
+from refitd.checkpoints.opened import refuse
+from refitd.checkpoints.safetensors import in_file_order, nbytes_of
+from refitd.checkpoints.writing import FORMATS, Format, Shard, new_folder
 from refitd.client.client import Client
-from refitd.describe.mxfp8 import MARK
 from refitd.dtypes import dtype_name
 from refitd.errors import CheckpointError, DeadlineExceeded, RefusedError
+from refitd.mxfp8.parts import MARK
 from refitd.text import shown
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ def save_checkpoint(
 ) -> Saved:
     """Save the live version of `model` as a folder.
 
-    Shards are brought here one by one, each by a catch-up as for a joining replica: planned, verified byte for byte
-    against the sources, all or nothing. This takes the memory of one shard. If another version goes live meanwhile, all
-    shards are fetched again, in one piece. Engines do not pause, and no other swap waits. Tensors keep the sources'
+    Shards are fetched one by one, each by a catch-up as for a joining replica: planned, verified byte for byte
+    against the sources, all or nothing. This takes the memory of one shard. If another version goes live in between,
+    all shards are fetched again together. Engines do not pause, and no other swap waits. Tensors keep the sources'
     dtypes. The folder is written atomically; files other than weights (config, tokenizer) of an older folder at `path`
     are kept.
 
@@ -121,7 +121,7 @@ def save_checkpoint(
         except _Moved as exc:
             if version is not None:
                 raise RefusedError(
-                    f"model {model!r}: version {exc} went live while {version} was saved; nothing was saved"
+                    f"model {model!r}: version {exc} went live while {version} was saved; save again"
                 ) from None
             live = write(folder, [list(range(len(shards)))])
     return Saved(model, live, str(path), len(shards), len(wanted), total, time.monotonic() - began)
@@ -206,28 +206,32 @@ def _brought(
 
 
 def _take(client: Client, model: str, tensors: dict[str, torch.Tensor], timeout: float) -> int:
-    """Have the live version written into these tensors; return the version."""
+    """Fetch the live version into these tensors; return the version."""
+    from refitd.client.arguments import Layout
+    from refitd.client.new_target import EngineOptions, register  # imports torch
+
     deadline = time.monotonic() + timeout
     while True:
-        asked: list[int] = []  # versions that asked for a pause; workers write these tensors only after that
-        target = client.register_target(
-            model,
-            tensors,
-            replica=f"save-{client.node}-{os.getpid()}",
-            mode="in-place",
-            on_pause=asked.append,
-            observes=True,
-            timeout=timeout,
+        begun: list[int] = []  # versions that workers have begun to write into these tensors
+        replica = f"save-{client.node}-{os.getpid()}"
+        # `wait` commits; the controller only notes the versions
+        controller = client.control_replica(
+            model, replica, pause=begun.append, commit=lambda version: None, timeout=timeout
         )
+        target = None
         try:
+            options = EngineOptions(mode="in-place", observes=True, timeout=timeout)
+            target = register(client, model, tensors, replica, Layout(), options)
             arrived = target.wait(0, max(0.0, deadline - time.monotonic()))
         except DeadlineExceeded as exc:
             raise DeadlineExceeded(
                 f"model {model!r}: its live version did not arrive within {timeout:.0f} s{_why(client, model)}"
             ) from exc
         finally:
-            target.close()
-        if asked[-1] == arrived:
+            if target is not None:
+                target.close()
+            controller.close()
+        if begun[-1] == arrived:
             return arrived
         # a newer version went live and may have been written before the target was closed: try again
 

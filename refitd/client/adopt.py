@@ -1,9 +1,9 @@
-"""Move the parameters and buffers of an existing module into one arena; the tensor objects stay the same.
+"""Move the parameters and buffers of an existing module into one arena, without replacing the tensor objects.
 
-Bytes move in *parts*: a range of one storage that the module's tensors cover, with all tensors that lie in it. Views of
-each other are in one part and stay views; what a storage holds besides does not move.
+Bytes move in *parts*. A part is a range of one storage, with all tensors of the module in that range. Tensors that
+overlap are in one part, and views stay views. Bytes outside the parts do not move.
 
-    storage  [ a.......  b = a.T  |  nobody's  |  c... ]   ->   arena  [ a, b | c ]
+    storage  [ a.......  b = a.T  |  unused  |  c... ]   ->   arena  [ a, b | c ]
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-from refitd.buffers.arena import is_left
+from refitd.buffers.arena import MappedArena, is_left
 from refitd.buffers.layout import extent, packed_offsets
-from refitd.client.arena_copies import byte_strides, place_of, view_of
-from refitd.client.devices import Arena, Home, common_gpu, settle
-from refitd.client.given import checked_tensors, is_called, problem_of, refuse_all
+from refitd.buffers.windows import LEAST, WindowedArena, most_windows, placed
+from refitd.client.arenas import Arena, Home, byte_strides, common_gpu, place_of, settle, view_of
+from refitd.client.given import checked_tensors, problem_of, refuse_all
+from refitd.describe.memory import HOST, lazy_problem
 from refitd.describe.module import get_refit_tensor_dict, is_dtensor, named_unsaved_buffers
-from refitd.describe.usable import lazy_problem
 from refitd.errors import RefusedError
 from refitd.protocol.shards import Place
 
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """What `Client.adopt` has moved.
+    """The result of `Client.adopt`.
 
     Attributes:
-        tensors: the number of parameters and persistent buffers that lie in the new arena; tied ones count once.
-        nbytes: the bytes that they take there.
-        left: {name: reason} of those that are where they were: buffers that no version has, what `only` does not name,
-            and what lay in an arena. With `keep_addresses`, also those that each commit copies whole.
+        tensors: the number of parameters and persistent buffers in the new arena; tied ones count once.
+        nbytes: their size in the arena.
+        left: {name: reason} of the tensors that did not move: buffers that versions do not contain, and tensors that
+            were in an arena already. With `keep_addresses`, also the tensors that each commit copies whole.
         copied_bytes: with `keep_addresses`, the bytes that each commit copies.
     """
 
@@ -47,7 +47,7 @@ class Adopted:
 
 @dataclass(slots=True)
 class StoragePart:
-    """Bytes [start, end) of a storage, and the tensors that lie there; `names` are those of registered ones."""
+    """Bytes [start, end) of a storage and the tensors in that range; `names` lists the registered ones."""
 
     storage: torch.UntypedStorage
     start: int
@@ -57,11 +57,11 @@ class StoragePart:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The part's size in bytes."""
         return self.end - self.start
 
     def bytes(self) -> torch.Tensor:
-        """Return its bytes as a tensor."""
+        """Return the part's memory as a tensor of bytes."""
         where = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         return where.set_(self.storage, self.start, (self.nbytes,), (1,))
 
@@ -80,12 +80,13 @@ Storages = list[tuple[torch.UntypedStorage, list[Lying]]]
 
 
 class Adoption:
-    """The move of a module's tensors into an arena: what moves, and where each part begins.
+    """The plan of moving a module's tensors into an arena.
 
     Attributes:
-        parts, offsets: the parts, and where each begins in the arena.
-        nbytes: the arena's size; 0 if nothing is to move.
-        contents: for the registered tensors, {name: (offset, bytes of its elements)} in the arena.
+        parts: the parts to move.
+        offsets: the offset of each part in the arena, in bytes.
+        nbytes: the arena's size; 0 if no tensor moves.
+        contents: {name: (offset, bytes of its elements)} of the registered tensors in the arena.
         left: as in `Adopted`.
         tensors: as in `Adopted`.
         gpu: the device's number, HOST for main memory.
@@ -93,46 +94,32 @@ class Adoption:
 
     _moves = True
 
-    def __init__(
-        self,
-        module: Any,
-        arenas: Mapping[int, Home],
-        *,
-        only: Sequence[str] | None = None,
-        is_draft: bool = False,
-        home: Arena | None = None,
-    ) -> None:
-        """Collect what is to be moved of a module, or a list of modules.
+    def __init__(self, module: Any, arenas: Mapping[int, Home], *, home: Arena | None = None) -> None:
+        """Collect the tensors to move.
 
         Args:
-            module: what is to be moved.
-            arenas: the client's arenas: what lies there is left.
-            only: names, with "*" for anything: what none of them matches is left. A tie has its first name.
-            is_draft: the module, on the meta device, is only laid out, and not checked.
-            home: the arena that it moves to, if some of it may be there already.
+            module: a module, or a list of modules.
+            arenas: the client's arenas; tensors in them do not move.
+            home: the arena that the tensors move to, if some may be in it already.
 
         Raises:
-            RefusedError: a tensor cannot be moved; names them all, and why.
+            RefusedError: some tensors cannot be moved; the error names each with its reason.
         """
         if isinstance(module, Mapping):
             raise RefusedError("module is a dict, whose tensors others hold too; pass the module itself")
         registered = get_refit_tensor_dict(checked_tensors(module))  # type: ignore[arg-type]
-        registered, unnamed = _divided(registered, only)
         refuse_all(f"{name}: {why}" for name, value in registered.items() if (why := lazy_problem(value)))
         unsaved = dict(named_unsaved_buffers(module))
-        self.left = dict.fromkeys(unnamed, "`only` does not name it")
-        self.left.update((name, "no version has it: state_dict would not save it") for name in unsaved)
-        if not is_draft:
-            refuse_all(f"{name}: {why}" for name, value in registered.items() if (why := kind_problem(value)))
-            inside = [name for name, value in registered.items() if value.numel() and place_of(value, arenas)]
-            self.left.update(dict.fromkeys(inside, "it lies in an arena already"))
+        self.left = dict.fromkeys(unsaved, "no version has it: state_dict would not save it")
+        refuse_all(f"{name}: {why}" for name, value in registered.items() if (why := kind_problem(value)))
+        inside = [name for name, value in registered.items() if value.numel() and place_of(value, arenas)]
+        self.left.update(dict.fromkeys(inside, "it lies in an arena already"))
         registered = {name: value for name, value in registered.items() if name not in self.left and value.numel()}
         self.gpu = common_gpu([*registered], [*registered.values()])
-        others = {n: b for n, b in {**unnamed, **unsaved}.items() if is_draft or not kind_problem(b)}
+        others = {n: b for n, b in unsaved.items() if not kind_problem(b)}
         storages = _storages(registered, {name: other for name, other in others.items() if other.numel()})
         found = _parts(registered, storages, move=self._moves)
-        if not is_draft:
-            self._check(storages, found, home)
+        self._check(storages, found, home)
         first = {name: index for index, name in enumerate(registered)}
         self.parts = sorted(found, key=lambda part: first[part.names[0]])
         offsets, nbytes = packed_offsets([part.nbytes for part in self.parts])
@@ -146,7 +133,7 @@ class Adoption:
         self.lay_out(offsets)
 
     def _check(self, storages: Storages, found: list[StoragePart], home: Arena | None) -> None:
-        """Raise RefusedError if anything outside this module holds the memory of registered tensors."""
+        """Raise RefusedError if an object outside this module uses the memory of registered tensors."""
         mappings, homes = Mappings(), {} if home is None else {0: home}
         refuse_all(
             f"{one.name}: {problem}"
@@ -156,7 +143,7 @@ class Adoption:
         )
 
     def lay_out(self, offsets: list[int]) -> None:
-        """Set where each part begins in the arena; by default they are packed in order."""
+        """Set each part's offset in the arena. `__init__` packs the parts in order; subclasses may choose others."""
         self.offsets = offsets
         self.contents: dict[str, tuple[int, int]] = {}
         for part, offset in zip(self.parts, offsets, strict=True):
@@ -184,30 +171,30 @@ class Adoption:
 
 
 def point(tensor: torch.Tensor, region: torch.Tensor, start: int = 0) -> None:
-    """Point a tensor into a region (of bytes) that holds bytes `start`... of its storage; it stays the same object."""
+    """Point a tensor, which stays the same object, into `region`: the bytes of its storage from `start` on."""
     at = region.storage_offset() + tensor.storage_offset() * tensor.element_size() - start
-    with torch.inference_mode(tensor.is_inference()):  # what is pointed to says whether it is an inference tensor
+    with torch.inference_mode(tensor.is_inference()):  # the new memory decides whether it is an inference tensor
         new = torch.empty(0, dtype=tensor.dtype, device=region.device)
         new.set_(region.untyped_storage(), at // tensor.element_size(), tensor.shape, tensor.stride())
     set_data(tensor, new)
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors use a storage, whoever holds them."""
-    spare = torch.empty(1).untyped_storage()  # the count of a storage without tensors: its own references
+    """Return the number of tensors that use a storage, in this module or elsewhere."""
+    spare = torch.empty(1).untyped_storage()  # without tensors: this count is the overhead to subtract
     use_count = torch._C._storage_Use_Count
     return int(use_count(storage._cdata) - use_count(spare._cdata))
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same memory as this one."""
+    """Return another tensor over the same memory."""
     with torch.inference_mode(tensor.is_inference()):
         return torch.Tensor.data.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
 
 
 def set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """Point a tensor at the memory of another one; it stays the same object."""
-    # torch's own attribute: engines' subclasses of Parameter may have another, or a __torch_function__
+    """Point a tensor, which stays the same object, at the memory of another tensor."""
+    # torch's own attribute: an engine's subclass of Parameter may override `data`, or have a __torch_function__
     with torch._C.DisableTorchFunctionSubclass():
         torch.Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]
 
@@ -226,7 +213,7 @@ def kind_problem(value: Any) -> str:
 
 
 def _storages(registered: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> Storages:
-    """Return every storage of these tensors, with its known tensors: these, and the bases of which they are views."""
+    """Return every storage of these tensors, with the tensors in it and the bases of views among them."""
     found: dict[int, tuple[torch.UntypedStorage, dict[int, Lying]]] = {}
     for named in (registered, others):
         for name, tensor in named.items():
@@ -240,30 +227,13 @@ def _storages(registered: Mapping[str, torch.Tensor], others: Mapping[str, torch
     return [(storage, [*lying.values()]) for storage, lying in found.values()]
 
 
-def _divided(
-    registered: Mapping[str, torch.Tensor], only: Sequence[str] | None
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the tensors that `only` names, and the others.
-
-    Raises:
-        RefusedError: a name matches none.
-    """
-    if only is None:
-        return dict(registered), {}
-    refuse_all(
-        f"only: no parameter or persistent buffer of the module is registered as {name!r} (a tie has its first name)"
-        for name in only
-        if not any(is_called(known, (name,)) for known in registered)
-    )
-    named = {name: value for name, value in registered.items() if is_called(name, only)}
-    return named, {name: value for name, value in registered.items() if name not in named}
-
-
 def _parts(registered: Mapping[str, torch.Tensor], storages: Storages, *, move: bool) -> list[StoragePart]:
-    """Return the parts in which registered tensors lie. If they `move`, a part begins where each type may begin.
+    """Return the parts that contain registered tensors.
+
+    If they `move`, each part starts at a multiple of its largest element size, so all its tensors stay aligned.
 
     Raises:
-        RefusedError: one shares bytes with a tensor of the module that no version has.
+        RefusedError: a registered tensor shares bytes with a tensor of the module that versions do not contain.
     """
     names: dict[int, list[str]] = {}
     for name, tensor in registered.items():
@@ -276,8 +246,7 @@ def _parts(registered: Mapping[str, torch.Tensor], storages: Storages, *, move: 
             if not moved:
                 continue
             problems += [
-                f"{one.name}: it shares memory with {moved[0].name}, and no version has it (or `only` does not name "
-                "it); clone it"
+                f"{one.name}: it shares memory with {moved[0].name}, and no version has it; clone it"
                 for one in group
                 if one.name and not one.is_registered and not any(_is_within(one, other) for other in moved)
             ]
@@ -291,7 +260,7 @@ def _parts(registered: Mapping[str, torch.Tensor], storages: Storages, *, move: 
 
 
 def _overlapping(sorted_: list[Lying]) -> Iterator[list[Lying]]:
-    """Yield groups of tensors, sorted by start, that share bytes."""
+    """Yield groups of tensors that share bytes; the tensors must be sorted by start."""
     group: list[Lying] = []
     end = 0
     for one in sorted_:
@@ -317,7 +286,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class Mappings:
-    """This process's memory map, to tell which memory is shared, and which is a private view of a file."""
+    """This process's memory map: it shows which memory is shared, and which is a private view of a file."""
 
     def __init__(self) -> None:
         rows = []
@@ -329,15 +298,16 @@ class Mappings:
         self._starts = [row[0] for row in rows]
 
     def is_shared(self, start: int, end: int) -> bool:
-        """Return whether other processes may share memory of these addresses."""
+        """Return whether other processes may share memory in this range of addresses."""
         first = max(0, bisect.bisect_right(self._starts, start) - 1)
         rows = self._rows[first : bisect.bisect_left(self._starts, end)]
         return any(is_shared for _, until, is_shared, _ in rows if until > start)
 
     def problem_of(self, storage: torch.UntypedStorage, known: int, home: Place | None) -> str:
-        """Return why a storage in which the module has `known` tensors cannot be left, "" if it can.
+        """Return why tensors cannot move out of this storage; "" if they can.
 
-        `home` is its place in the arena to which it would move.
+        The module has `known` tensors in the storage. `home` is the storage's place in the arena that they move to, if
+        it is there already.
         """
         is_shared, is_file = False, home is not None
         if storage.device.type == "cpu" and home is None:
@@ -358,3 +328,115 @@ class Mappings:
                 "share its memory and would keep the old one; drop them first, or clone it"
             )
         return ""
+
+
+class WindowedAdoption(Adoption):
+    """An adoption that keeps addresses: it maps an arena's pages over each part, or has each commit copy the part.
+
+    Views of a part outside the module stay valid and show each version. Only gaps between the module's tensors must be
+    unused, because commits overwrite them.
+    """
+
+    _moves = False
+
+    def __init__(self, module: Any, arenas: Mapping[int, Home]) -> None:
+        """Collect the tensors to adopt.
+
+        Raises:
+            RefusedError: as for `Adoption`, or tensors are on a GPU.
+        """
+        super().__init__(module, arenas)
+        if self.gpu != HOST:
+            raise RefusedError(
+                f"{self.parts[0].names[0]}: it lies on GPU {self.gpu}, and keep_addresses is possible in main memory "
+                "alone; adopt before graphs are captured, without keep_addresses"
+            )
+        mappings, memory = Mappings(), [(_address(part), part.nbytes) for part in self.parts]
+        found, nbytes = placed(memory)
+        self._memory = found
+        self._copied = {
+            index: reason for index, part in enumerate(found) if (reason := self._obstacle(index, mappings))
+        }
+        self._leave_room()
+        self.nbytes = nbytes if self.parts else 0
+        self.lay_out([part.offset for part in found])
+
+    def show(self, arena: MappedArena) -> WindowedArena:
+        """Copy the tensors' bytes into the arena and map its pages at their addresses; undo everything on failure.
+
+        Raises:
+            CommitError: the kernel has unmapped memory and cannot map it again.
+        """
+        held: dict[int, torch.Tensor] = {}  # by storage
+        done: list[tuple[torch.Tensor, torch.Tensor]] = []
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                owners = {part.storage._cdata for part in self.parts if part.storage.resizable()}
+                for part in self.parts:
+                    storage = part.storage._cdata
+                    if storage not in held:
+                        held[storage] = _never_resized(part.storage)
+                    for tensor in part.tensors if storage in owners else ():
+                        done.append((tensor, data_of(tensor)))
+                        point(tensor, held[storage])
+            may = [index not in self._copied for index in range(len(self.parts))]
+            shown = WindowedArena(arena, self._memory, may, [*held.values()])
+        except BaseException:
+            for tensor, old in reversed(done):
+                set_data(tensor, old)
+            raise
+        self._copied.update(shown.refused)
+        for index, reason in self._copied.items():
+            self.left.update(dict.fromkeys(self.parts[index].names, f"each commit copies it: {reason}"))
+        return shown
+
+    def _check(self, storages: Storages, found: list[StoragePart], home: Arena | None) -> None:
+        """Raise RefusedError if tensors outside this module may use the gaps of a part."""
+        lying = {storage._cdata: found for storage, found in storages}
+        refuse_all(
+            f"{part.names[0]}: tensors outside this module ({others}) share its memory, and may lie in its gaps, which "
+            "a version would overwrite; drop them first, or clone it"
+            for part in found
+            if not _is_covered(part, lying[part.storage._cdata])
+            and (others := holders(part.storage) - len(lying[part.storage._cdata])) > 0
+        )
+
+    def _obstacle(self, index: int, mappings: Mappings) -> str:
+        """Return why an arena cannot be mapped at a part's addresses; "" if it can."""
+        part = self._memory[index]
+        if part.window() is None:
+            return f"it has less than {LEAST >> 10} KiB"
+        if mappings.is_shared(part.address, part.address + part.nbytes):
+            return "its memory is shared with other processes, or an arena of another client that is open"
+        if any(tensor.is_pinned() for tensor in self.parts[index].tensors):
+            return "its memory is pinned for a GPU, which would go on to use the pages that it has now"
+        return ""
+
+    def _leave_room(self) -> None:
+        """Mark the smallest parts to be copied at commits, if windows for all would exceed the kernel's limit."""
+        shown = [index for index in range(len(self._memory)) if index not in self._copied]
+        room = most_windows()
+        for index in sorted(shown, key=lambda index: -self._memory[index].nbytes)[room:]:
+            self._copied[index] = f"vm.max_map_count leaves room for {room} ranges of pages, and others are larger"
+
+
+def _address(part: StoragePart) -> int:
+    return part.storage.data_ptr() + part.start
+
+
+def _never_resized(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a tensor over the same memory, in a new storage that keeps the old one alive.
+
+    Afterwards neither storage can be resized, which would free memory where arena pages are mapped: torch refuses to
+    resize a storage that numpy has seen, or that numpy owns.
+    """
+    return torch.from_numpy(StoragePart(storage, 0, storage.nbytes()).bytes().numpy())
+
+
+def _is_covered(part: StoragePart, lying: Sequence[Lying]) -> bool:
+    """Return whether the module's dense tensors cover a part completely."""
+    end = part.start
+    for one in sorted(lying, key=lambda one: one.start):
+        if one.tensor.numel() * one.tensor.element_size() == one.end - one.start and one.start <= end:
+            end = max(end, one.end) if one.end > part.start else end
+    return end >= part.end

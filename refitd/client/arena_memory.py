@@ -1,9 +1,9 @@
-"""A client's memory: arenas that hold tensors of trainers and engines, and how models get into them."""
+"""A client's arenas, and the methods that allocate tensors in them or move models into them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from refitd.buffers.arena import MappedArena
@@ -13,21 +13,20 @@ from refitd.client.arguments import flag, seconds, text, whole
 from refitd.errors import RefitdError, RefusedError, needing_torch
 from refitd.protocol import local
 from refitd.protocol.shards import Place
-from refitd.text import shown
 
 if TYPE_CHECKING:
     import torch
 
     from refitd.client.adopt import Adopted
+    from refitd.client.arenas import Arena, Home
     from refitd.client.controller import ReplicaController
-    from refitd.client.devices import Arena, Home
-    from refitd.client.flip import ArenaPair, Contents
     from refitd.client.memory_block import Placed
-    from refitd.client.mxfp8 import TargetTensors
     from refitd.client.reconnect import Give, Line
     from refitd.client.source import Source
     from refitd.client.streamed import StreamedSource
+    from refitd.client.take_over import ArenaPair, Contents
     from refitd.client.target import Target
+    from refitd.client.target_tensors import TargetTensors
     from refitd.client.tensors import TensorSet
 
 REQUEST_S = 30.0
@@ -35,13 +34,13 @@ M = TypeVar("M", bound="torch.nn.Module | Sequence[torch.nn.Module]")
 
 
 class ArenaMemory:
-    """The arenas of a client: the base of `Client`."""
+    """The part of `Client` that manages arenas."""
 
     def __init__(self, line: Line) -> None:
         self._connection = line
         self._arenas: dict[int, Home] = {}
-        self._contents: dict[int, Contents] = {}  # by arena: where which tensor was placed
-        self._estranged: set[int] = set()  # arenas whose file here differs from the daemon's
+        self._contents: dict[int, Contents] = {}  # by arena: the offset and size of each tensor in it
+        self._estranged: set[int] = set()  # arenas that may be another file here than in the daemon
         self._registered: list[Source | StreamedSource | Target | ReplicaController] = []
 
     @needing_torch("Client.allocate")
@@ -54,15 +53,15 @@ class ArenaMemory:
     ) -> dict[str, torch.Tensor]:
         """Return uninitialised tensors of these shapes and dtypes inside an arena that the daemon owns.
 
-        Sources made of them are never copied; the workers write targets made of them. They are shared memory: a forked
-        child writes to the memory that its parent serves. `device` is "cpu", or a GPU as torch numbers it in this
-        process ("cuda:0").
+        A source that registers these tensors publishes without a copy. A target with them can flip, or be updated in
+        place.
+        The tensors are shared memory: a forked child writes to the memory that its parent serves. `device` is "cpu", or
+        a GPU as torch numbers it in this process ("cuda:0").
 
         Raises:
-            ArenaError: there is not enough memory, or the GPU is absent, or its memory cannot be shared.
+            ArenaError: there is not enough memory, the GPU does not exist, or its memory cannot be shared.
         """
-        from refitd.client.arena_copies import packed_bytes, tensors_in
-        from refitd.client.devices import number_of
+        from refitd.client.arenas import number_of, packed_bytes, tensors_in
         from refitd.client.given import checked_wanted
         from refitd.describe.memory import HOST
 
@@ -80,10 +79,10 @@ class ArenaMemory:
 
     @contextlib.contextmanager
     def _new_arena(self, nbytes: int, device: str, timeout: float) -> Iterator[tuple[int, Arena]]:
-        """Yield the number of a new arena, and the arena; it is freed if the block raises."""
+        """Yield the number of a new arena, and the arena; free it if the block raises."""
         message = local.CreateArena(nbytes=nbytes, label="tensors", device=device, timeout_s=timeout)
         connection = self._connection.steady(timeout)
-        number = connection.request(message, local.ArenaCreated, timeout).arena
+        number = connection.request(message, local.ArenaDescriptor, timeout).arena
         try:
             arena = connection.map_arena(number, write=True)
             yield number, arena
@@ -99,44 +98,40 @@ class ArenaMemory:
         self,
         module: torch.nn.Module | Sequence[torch.nn.Module],
         *,
-        only: Sequence[str] | None = None,
         keep_addresses: bool = False,
         timeout: float = 60.0,
     ) -> Adopted:
-        """Move what registrations take of a module, its parameters and persistent buffers, into one arena.
+        """Move a module's parameters and persistent buffers, which registrations use, into one arena.
 
-        Parameter objects, ties, views, strides, attributes, gradients and optimizers stay; addresses change, so adopt
-        before CUDA graphs are captured. Buffers that state_dict does not save stay where they are. The old memory is
-        free afterwards. A target of this module flips, and a source lends it without a copy. Nobody may use the module
-        meanwhile, and memory for a second copy is needed.
+        Afterwards a target of this module flips, and a source publishes it without a copy. Parameter objects, ties,
+        views, strides, attributes, gradients and optimizers do not change. Addresses change, so adopt before you
+        capture CUDA graphs. Buffers that state_dict does not save are not moved. The old memory is freed. Do not use
+        the module during this call, which needs memory for a second copy.
 
         Args:
-            module: a module, or a list of modules, as it will be registered. It must not be registered yet. What a
-                client that is closed has adopted moves again.
-            only: the names of the parameters and buffers to adopt ("*" matches anything), as the module calls them.
-                The others stay where they are; a target that flips must keep them (`keeps`), or not register them.
-            keep_addresses: the arena's pages are put under the tensors' addresses, which graphs or pointers may have
-                captured (main memory only). Beginnings and ends that share a page with other memory, and small
-                tensors, are copied at each commit. The memory is not freed before `close` or `free`, which give it
-                private pages with the live bytes again. Views of it that others hold show each version. A source of
-                such a module copies it.
-            timeout: seconds for the memory.
+            module: a module, or a list of modules. It must not be registered yet. Tensors that a closed client has
+                adopted move again. If it is a part of the module that will be registered, a target that flips must
+                keep the other tensors (`keeps`), or not register them.
+            keep_addresses: map the arena's pages at the tensors' current addresses, which graphs or pointers may have
+                captured (main memory only). Each commit copies small tensors, and the first and last bytes that share
+                a page with other memory. `close` and `free` replace the arena's pages by private ones with the live
+                bytes; the memory is not freed earlier. Views of the tensors outside the module show each new version.
+                A source of such a module copies it to publish.
+            timeout: seconds to wait for the memory.
 
         Raises:
-            RefusedError: tensors cannot be moved; names them, and says why. Nothing has been moved.
-            ArenaError: there is not enough memory. Nothing has been moved.
+            RefusedError: some tensors cannot be moved; the error names each with its reason. No tensor has moved.
+            ArenaError: there is not enough memory. No tensor has moved.
         """
-        from refitd.client.adopt import Adopted, Adoption
-        from refitd.client.adopt_windows import WindowedAdoption
-        from refitd.client.arguments import names_or_none
+        from refitd.client.adopt import Adopted, Adoption, WindowedAdoption
         from refitd.client.memory_block import check_outside
         from refitd.describe.memory import HOST
 
         check_outside("client.adopt()")
-        timeout, only = seconds("timeout", timeout), names_or_none("only", only)
+        timeout = seconds("timeout", timeout)
         copied = 0
         if flag("keep_addresses", keep_addresses):
-            adoption: Adoption = (windowed := WindowedAdoption(module, self._arenas, only=only))
+            adoption: Adoption = (windowed := WindowedAdoption(module, self._arenas))
             if adoption.nbytes:
                 with self._new_arena(adoption.nbytes, "", timeout) as (number, arena):
                     assert isinstance(arena, MappedArena)
@@ -144,7 +139,7 @@ class ArenaMemory:
                 self._arenas[number], self._contents[number] = shown, adoption.contents
                 copied = shown.edge_bytes
             return Adopted(adoption.tensors, adoption.nbytes, adoption.left, copied)
-        adoption = Adoption(module, self._arenas, only=only)
+        adoption = Adoption(module, self._arenas)
         if adoption.nbytes:
             device = "" if adoption.gpu == HOST else name_of(adoption.gpu)
             with self._new_arena(adoption.nbytes, device, timeout) as (number, arena):
@@ -152,90 +147,61 @@ class ArenaMemory:
                 self._contents[number] = adoption.contents
         return Adopted(adoption.tensors, adoption.nbytes, adoption.left)
 
-    def build(self, make: Callable[[], M], *, timeout: float = 60.0) -> M:
-        """Return the module that `make()` builds, its parameters and persistent buffers in one arena from the start.
-
-        `make` is called twice, first on torch's meta device, where nothing takes memory, to learn the sizes. In the
-        second call every parameter moves into the arena when it is registered, before its module initialises it: the
-        model is never in memory twice, and its values are those of `make()`. The arena lies in main memory.
-
-        Args:
-            make: builds a module (or a list of modules) and returns it, the same each time.
-            timeout: seconds for the memory.
-
-        Raises:
-            RefusedError: the two modules differ, or a tensor cannot be moved (see `adopt`).
-            ArenaError: there is not enough memory.
-        """
-        from refitd.client.build import Draft
-        from refitd.client.memory_block import check_outside
-
-        check_outside("client.build()")
-        timeout = seconds("timeout", timeout)
-        if not callable(make):
-            raise RefusedError(f"make is {shown(make)}, expected a function that builds a module")
-        draft = Draft(make)
-        if not draft.nbytes:
-            return make()
-        with self._new_arena(draft.nbytes, "", timeout) as (number, arena):
-            module = draft.build_in(arena)
-            self._contents[number] = draft.contents
-        return module
-
     @contextlib.contextmanager
     def memory(
         self, model: str, nbytes: int | None = None, *, device: str | torch.device = "cpu", timeout: float = 60.0
     ) -> Iterator[Placed]:
-        """Place the parameters and persistent buffers of what a `with` block builds or loads into one arena.
+        """Place the parameters and persistent buffers of a model that a `with` block builds or loads into one arena.
 
-        With `nbytes`, the arena is there from the start, and each parameter or buffer that is registered in a module
-        moves there at once: the model is never in memory twice. What cannot move yet (a state dict holds it, there is
-        no room) or changes later (`.to(dtype)`, a replaced parameter) moves when the block ends. Without `nbytes`, all
-        of it moves then, as by `adopt`, and memory for a second copy is needed for that moment.
+        With `nbytes`, the arena exists from the start, and each parameter or buffer moves into it when a module
+        registers it: the model is never in memory twice. A tensor that cannot move yet (a state dict uses it, or the
+        arena is full) or that changes later (`.to(dtype)`, a replaced parameter) moves when the block ends. Without
+        `nbytes`, all tensors move when the block ends, as with `adopt`; this needs memory for a second copy.
 
-        Only what the thread that has entered registers counts, and only modules that still exist at the end: keep the
-        model in a variable, and no other modules. If the block raises, nothing stays in an arena. As for `adopt`, state
-        dicts and views that share the memory must be gone at the end.
+        Only modules that the entering thread builds are placed, and only if they still exist at the end: keep the model
+        in a variable, and no other modules. If the block raises, no tensor stays in an arena. As for `adopt`, drop
+        state dicts and views that share the memory before the block ends.
 
         Args:
             model: the model's name, for errors.
-            nbytes: bytes that are enough for all parameters and persistent buffers at the end, each rounded up to 256.
-                What is left over is taken too, also for staging.
-            device: where these bytes lie, and the block builds the model: "cpu", or a GPU as torch numbers it in this
-                process ("cuda:0"). Without `nbytes` the arena lies where the model does.
-            timeout: seconds for the memory.
+            nbytes: bytes for all parameters and persistent buffers at the end, each rounded up to 256. The arena has
+                this size even if the model needs less, and so has the staging arena.
+            device: the device of the arena and of the model that the block builds: "cpu", or a GPU as torch numbers it
+                in this process ("cuda:0"). Without `nbytes` the arena is on the model's device.
+            timeout: seconds to wait for the memory.
 
         Yields:
-            How much was placed, once the block has ended.
+            The number and size of the placed tensors; filled in when the block has ended.
 
         Raises:
-            RefusedError: `nbytes` is too little; the error names what found no room, and how much is needed. A tensor
-                cannot be moved (see `adopt`). Nothing was registered. This thread is in such a block already.
+            RefusedError: `nbytes` is too small (the error names the tensors that did not fit, and the size needed); a
+                tensor cannot be moved (see `adopt`); the block registered no tensor; or this thread is in such a block
+                already.
             ArenaError: there is not enough memory.
         """
         from refitd.buffers.layout import packed_offsets
-        from refitd.client.devices import number_of
+        from refitd.client.arenas import number_of
         from refitd.client.memory_block import MemoryBlock, Placed, Space, check_outside
         from refitd.describe.memory import HOST
 
-        block = MemoryBlock(text("model", model))
-        check_outside(block.called)
+        called = f"client.memory({text('model', model)!r})"
+        check_outside(called)
         timeout, gpu, placed = seconds("timeout", timeout), number_of(device), Placed()
         if nbytes is None:
-            with block:
+            with (block := MemoryBlock(called)):
                 yield placed
             adopted = self.adopt(block.roots(), timeout=timeout)
             placed.tensors, placed.nbytes, placed.left = adopted.tensors, adopted.nbytes, adopted.left
             return
         name, size = "" if gpu == HOST else name_of(gpu), packed_offsets([whole("nbytes", nbytes, 1)])[1]
         with self._new_arena(size, name, timeout) as (number, arena):
-            block.space = Space(arena, block.called)
+            block = MemoryBlock(called, space := Space(arena, called))
             try:
                 with block:
                     yield placed
-                adoption = block.space.adopt(block.roots(), self._arenas)
+                adoption = space.adopt(block.roots(), self._arenas)
             except BaseException:
-                block.space.put_back()
+                space.put_back()
                 raise
             self._contents[number] = adoption.contents
             placed.tensors, placed.nbytes, placed.left = adoption.tensors, adoption.nbytes, adoption.left
@@ -243,14 +209,14 @@ class ArenaMemory:
     def free(self, tensors: torch.Tensor | Mapping[str, torch.Tensor], *, timeout: float = 60.0) -> None:
         """Free the whole arenas that hold these tensors.
 
-        The daemon's memory is free once this returns; this process's mapping goes with the last tensor in it, and
-        tensors adopted with `keep_addresses` have private memory again. Tensors without elements are ignored.
+        When this returns, the daemon has freed the memory. This process unmaps an arena when its last tensor is
+        deleted; tensors adopted with `keep_addresses` get private memory again. Tensors without elements are ignored.
 
         Raises:
-            RefusedError: a tensor lies in none of this client's arenas, or a registration still uses one (close that
-                first). Nothing has been freed.
+            RefusedError: a tensor is in none of this client's arenas, or a registration still uses one of the arenas
+                (close the registration first). No arena has been freed.
         """
-        from refitd.client.arena_copies import arena_of
+        from refitd.client.arenas import arena_of
 
         timeout = seconds("timeout", timeout)
         connection = self._connection.steady(timeout)
@@ -262,7 +228,7 @@ class ArenaMemory:
                     f"arena {min(used)} holds tensors that are registered as {registered.member}; close that first"
                 )
         for arena in sorted(arena for arena in arenas if arena is not None):
-            if arena >= 0:  # otherwise it was never given back to the daemon
+            if arena >= 0:  # below 0: the daemon does not have this arena
                 connection.request(local.FreeArena(arena=arena), local.Done, timeout)
             freed = self._arenas.pop(arena, None)
             if isinstance(freed, MappedArena | WindowedArena):
@@ -272,24 +238,24 @@ class ArenaMemory:
             self._contents.pop(arena, None)
 
     def _leave_arenas(self) -> None:
-        """Forget all arenas; tensors in them keep the memory mapped."""
+        """Drop all arenas; an arena's memory stays mapped while tensors use it."""
         for arena in self._arenas.values():
             if isinstance(arena, MappedArena | WindowedArena):
                 arena.leave()
         self._arenas = {}
 
     def _give_back(self, give: Give) -> dict[int, int]:
-        """Give all arenas to a daemon that has been restarted; return its numbers for them, by the old ones.
+        """Return all arenas to a restarted daemon; return {old number: its new number} of those it has adopted.
 
-        Arenas that it does not get, on a GPU for instance, have a number below 0 from then on: what lies there stays as
-        it is, and is ordinary memory.
+        An arena that cannot be returned, on a GPU for instance, gets a number below 0. Its tensors stay unchanged, and
+        from then on it is ordinary memory.
         """
         numbers: dict[int, int] = {}
         lowest = min(self._arenas, default=0)
         for number, arena in self._arenas.items():
             is_known = isinstance(arena, MappedArena | WindowedArena) and number not in self._estranged
             given = give(arena.address, arena.nbytes) if is_known else None
-            if given is None:  # each daemon counts from 1: the number without its sign may be taken
+            if given is None:  # each daemon counts from 1, so -number may be in use already
                 given = number if number < 0 else (lowest := min(lowest, 0) - 1)
             numbers[number] = given
         self._arenas = {numbers[number]: arena for number, arena in self._arenas.items()}
@@ -301,10 +267,10 @@ class ArenaMemory:
         return known
 
     def _live(self, tensors: TensorSet, *, may_flip: bool) -> tuple[Place, ...]:
-        """Return the tensors' places in arenas; none if they lie elsewhere, or in arenas that a target exchanges.
+        """Return the tensors' places in arenas; () unless all are in arenas that workers may use.
 
-        Arenas that a target has exchanged without the daemon's knowledge hold ordinary memory from then on, and arenas
-        under addresses that were there before unless a target `may_flip`: only an exchange keeps their edges right.
+        Workers must not use an arena whose target flips, or has flipped without the daemon's knowledge. They may use an
+        arena adopted with `keep_addresses` only if the tensors `may_flip`: only a flip keeps its edges correct.
         """
         switched = {a for one in self._registered if getattr(one, "flips", False) for a in one.arenas()}
         switched |= self._estranged
@@ -319,16 +285,19 @@ class ArenaMemory:
     def _may_flip(
         self, tensors: TargetTensors, live: tuple[Place, ...], device: str | torch.device | None, *, must: bool
     ) -> bool:
-        """Return whether versions can go live by exchanging arenas; raise RefusedError if they `must` and cannot.
+        """Return whether versions can go live by exchanging arenas (a flip).
 
-        A rank without elements has no memory to exchange, and takes part in the exchanges of its replica.
+        A rank without elements has no memory to exchange; it still takes part in its replica's flips.
+
+        Raises:
+            RefusedError: versions `must` flip, and cannot.
         """
-        from refitd.client.devices import number_of
-        from refitd.client.flip import obstacle
+        from refitd.client.arenas import number_of
+        from refitd.client.take_over import flip_obstacle
 
         if not any(tensor.numel() for tensor in tensors.tensors):
             return False
-        found = obstacle(tensors, live, self._contents, None if device is None else number_of(device))
+        found = flip_obstacle(tensors, live, self._contents, None if device is None else number_of(device))
         if not found and any(one.arenas() & {live[0].arena} for one in self._registered):
             found = "its arena holds tensors of another registration, which an exchange would take from it"
         if found and must:
@@ -336,7 +305,7 @@ class ArenaMemory:
         return not found
 
     def _paired(self, live: tuple[Place, ...], staging: Arena | None) -> ArenaPair:
-        from refitd.client.flip import ArenaPair
+        from refitd.client.take_over import ArenaPair
 
         assert staging is not None
         return ArenaPair(self._arenas[live[0].arena], staging)

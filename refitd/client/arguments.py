@@ -1,19 +1,25 @@
-"""Convert callers' arguments to the types of messages; refuse by name what does not convert."""
+"""Convert callers' arguments to the types of messages; if a conversion fails, the error names the argument."""
 
 from __future__ import annotations
 
 import enum
 import math
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from refitd.errors import RefitdError, RefusedError
 from refitd.protocol.base import Message
 from refitd.protocol.codec import encode
+from refitd.protocol.roles import check_names
 from refitd.text import shown
+
+if TYPE_CHECKING:
+    from refitd.describe.metadata import ParameterMetadata
+    from refitd.describe.renames import Names
 
 MAX_COUNT = 1 << 62
 MAX_SMALL = 1 << 20
@@ -87,23 +93,32 @@ def flag(what: str, value: Any) -> bool:
     return bool(value)
 
 
-def names_or_none(what: str, value: Any) -> tuple[str, ...] | None:
-    """Return a list of names as a tuple, None as it is.
-
-    Raises:
-        RefusedError: the value is neither, or an empty list.
-    """
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple) or not value or not all(isinstance(name, str) and name for name in value):
-        raise RefusedError(f"{what} is {shown(value)}, expected a list of names")
-    return tuple(value)
-
-
 def hook(what: str, value: Callable[..., object] | None) -> None:
     """Raise RefusedError unless the value is None or callable."""
     if value is not None and not callable(value):
         raise RefusedError(f"{what} is {shown(value)}, expected a function")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The position of a rank's tensors in the model; see `Client.register_source`."""
+
+    rank: int = 0
+    world_size: int = 1
+    metadata: Sequence[ParameterMetadata] | None = None
+    pg_collection: Any = None
+    num_experts: int | None = None
+    names: Names | None = None
+
+    def checked(self) -> Layout:
+        """Return a copy with Python ints; raises RefusedError for invalid numbers."""
+        experts = self.num_experts
+        return replace(
+            self,
+            rank=whole("rank", self.rank, 0, MAX_SMALL),
+            world_size=whole("world_size", self.world_size, 0, MAX_SMALL),
+            num_experts=None if experts is None else whole("num_experts", experts, 0, MAX_SMALL),
+        )
 
 
 def encoded(number: int, message: Message) -> bytes:
@@ -119,6 +134,7 @@ def encoded(number: int, message: Message) -> bytes:
     except RefitdError:
         raise
     except Exception as exc:  # msgspec and Unicode each raise their own errors
+        check_names(message)  # raises an error that names the field or tensor, if a name cannot be encoded
         raise RefusedError(
             f"{type(message).__name__} cannot be sent: {exc}; correct the argument of that name"
         ) from exc

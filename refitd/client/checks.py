@@ -13,10 +13,10 @@ import torch
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.blocks import Elements, blocks_of, compare, digest, packed
 from refitd.buffers.layout import extent, row_major_strides
+from refitd.client.arenas import Arena
 from refitd.client.connection import Connection
-from refitd.client.devices import Arena
-from refitd.client.reentrant_lock import Turn
-from refitd.client.tensors import TensorSet
+from refitd.client.target_tensors import TargetTensors
+from refitd.client.threads import Turn
 from refitd.describe.memory import HOST, gpu_of
 from refitd.errors import CommitError, RefitdError
 from refitd.protocol import local
@@ -26,14 +26,14 @@ STILL_S = 600.0
 
 
 class _Overtaken(Exception):
-    """A commit happened while the tensors were read."""
+    """A commit happened between reads of the tensors."""
 
 
 class LiveChecks:
     """Answers DigestLive and CompareLive for one target. The daemon sends one such request at a time."""
 
     def __init__(
-        self, connection: Connection, member: str, tensors: TensorSet, staging: Callable[[], Arena | None]
+        self, connection: Connection, member: str, tensors: TargetTensors, staging: Callable[[], Arena | None]
     ) -> None:
         """`staging` returns the staging arena, or None when it is not mapped."""
         self._connection = connection
@@ -41,20 +41,20 @@ class LiveChecks:
         self._tensors = tensors
         self._staging = staging
         self._commits = 0
-        self.suspended = False  # the tensors are put away: reading them may end the process
+        self.suspended = False  # the engine may have unmapped the tensors: reading them may crash the process
         self._still = Turn(f"the tensors of {member} are being taken over, or looked at,")
 
     def release(self) -> None:
-        """Drop the reference to the target: a cycle would keep its tensors until Python's garbage collector runs."""
+        """Drop the reference to the target, because a cycle would keep its tensors until the garbage collector runs."""
         self._staging = lambda: None
 
     def registered_again(self, connection: Connection, member: str) -> None:
-        """Answer over another connection, as another member."""
+        """Send later answers over another connection, as another member."""
         self._connection, self._member = connection, member
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
-        """Keep checks away from the tensors during a commit. Entering waits until a running check ends its block.
+        """Block checks during a commit. Entering waits until a running check has finished its current block.
 
         Raises:
             RefusedError: this thread is already committing, and the caller is a signal handler that interrupted it.
@@ -68,28 +68,24 @@ class LiveChecks:
         with contextlib.suppress(RefitdError), self._still.taken(timeout):
             pass
 
-    def start(self, message: local.DigestLive | local.CompareLive) -> None:
+    def start(self, message: local.CheckLive) -> None:
         """Answer the message on a new thread."""
         threading.Thread(target=self._answer, args=(message,), name="refitd-verify", daemon=True).start()
 
-    def _answer(self, message: local.DigestLive | local.CompareLive) -> None:
+    def _answer(self, message: local.CheckLive) -> None:
         reason, again, digests = "", False, b""
         found: tuple[tuple[int, int, int], ...] = ()
         try:
-            if isinstance(message, local.DigestLive):
+            if not message.blocks:
                 digests = self._digests(message.steps)
             else:
                 found = self._compared(message.blocks)
         except _Overtaken:
             reason, again = "a version was taken over meanwhile", True
-        except Exception as exc:  # the daemon waits for an answer, whatever failed
+        except Exception as exc:  # the daemon waits for an answer after any failure
             reason = str(exc) if isinstance(exc, RefitdError) else f"{type(exc).__name__}: {exc}"
-        reply = (
-            local.LiveDigests(self._member, message.check, digests, reason, again)
-            if isinstance(message, local.DigestLive)
-            else local.LiveCompared(self._member, message.check, found, reason)
-        )
-        with contextlib.suppress(RefitdError):  # if the daemon has gone, nobody waits for the answer
+        reply = local.LiveChecked(self._member, message.check, digests, found, reason, again)
+        with contextlib.suppress(RefitdError):  # if the daemon has ended, the answer is not needed
             self._connection.tell(reply)
 
     def _digests(self, steps: tuple[int, ...]) -> bytes:
@@ -97,7 +93,7 @@ class LiveChecks:
         if len(steps) != len(tensors):
             raise CommitError(f"{len(steps)} tensors are to be checked, {len(tensors)} are registered")
         began = self._commits
-        # the engine serves a replaced parameter from memory that this check does not read
+        # if a parameter was replaced, the engine serves from other memory than this check reads
         self._tensors.check_unmoved()
         found = []
         for tensor, step in zip(tensors, steps, strict=True):
@@ -132,7 +128,7 @@ class LiveChecks:
 
 
 def _parts(tensor: torch.Tensor, first: int, count: int) -> Iterator[Elements]:
-    """Yield `count` elements of a tensor from `first` on, row-major, as contiguous parts in main memory."""
+    """Yield `count` elements of a tensor from `first` on, row-major, in contiguous pieces in main memory."""
     element = tensor.element_size()
     if tensor.device.type == "cpu" and gpu_of(tensor) == HOST:
         strides = tuple(stride * element for stride in tensor.stride())

@@ -1,90 +1,176 @@
-"""The commit state of a target, shared with its daemon's notifications, under one lock."""
+"""The commit state of a target under one lock: its polls, its daemon's notifications, and waits for lockstep."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
+import time
 
 from refitd.buffers.permits import Permit
 from refitd.client.connection import Connection
-from refitd.client.steps import PollSteps
-from refitd.errors import CommitError, Orphaned, PeerLost, RefitdError, RefusedError, from_code
+from refitd.commit import rank_state
+from refitd.commit.lockstep import CALLERS_STEP
+from refitd.commit.rank_state import Bond, GaveUp, joined
+from refitd.errors import CommitError, DeadlineExceeded, Orphaned, PeerLost, RefitdError, RefusedError, from_code
 from refitd.protocol import local
 from refitd.protocol.base import Message
 
 _log = logging.getLogger("refitd.client")
 
+# How long a poll waits until the rank knows when its replica commits.
+IN_STEP_S = 30.0
+
+# How long a rank in `wait` delays an early commit. Other ranks may be in a step that this rank has not begun, and wait
+# for it there.
+EARLY_S = 3.0
+
+# How long `wait` sleeps before it reads the permit again.
+PERMIT_WAIT_S = 0.05
+
+# How long `wait` sleeps before it checks again, if there is no permit to read.
+WAKE_S = 0.5
+
+
+class PollSteps:
+    """The poll counter of one target, guarded by the target's lock. See `refitd.commit.lockstep` for its purpose."""
+
+    def __init__(self) -> None:
+        self.flip_at: int | None = None  # the poll that commits the pending version; None until known
+        self.stands = ""  # the call that waits for `flip_at`, already reported: "poll" or "wait"; "" if none waits
+        self._step = 0
+        self._origin = ""  # polls are counted from this event; "": this rank's registration
+        self._flip_origin = ""
+        self._thread = 0
+
+    def count(self, step: int | None, *, begin: bool = True) -> None:
+        """Count a poll: use the caller's number `step`, or the next number. 0 means before the first poll.
+
+        A caller's step 0 is counted as poll 1. If `begin` is False, the caller's step does not begin with this poll,
+        and the rank may poll again before that step.
+
+        Raises:
+            RefusedError: `step` is lower than in an earlier poll.
+        """
+        if step is None:
+            self._origin = "" if self._origin == CALLERS_STEP else self._origin
+            self._step += 1
+        elif self._origin == CALLERS_STEP and step + begin < self._step:
+            raise RefusedError(
+                f"step is {step}, after {self._step - 1} in the poll before; give a number that only goes up, and is "
+                "the same on all ranks of the replica"
+            )
+        else:
+            self._origin = CALLERS_STEP
+            self._step = step + 1
+        self._thread = threading.get_ident()
+
+    def stay(self) -> None:
+        """Subtract a poll that did not begin the caller's step."""
+        if self._origin == CALLERS_STEP:
+            self._step -= 1
+
+    def decided(self) -> None:
+        """Note that a version is decided; the poll that commits it is not known yet."""
+        self.flip_at, self.stands = None, ""
+
+    def reached(self, swap: str, member: str, stands: str = "") -> local.StepReached:
+        """Return the report of this rank's step; `stands` names the call where the rank waits, if it does."""
+        self.stands = stands
+        self._thread = threading.get_ident() if stands else self._thread
+        # if flip_at is known, a new coordinator asks again; other ranks may have committed, so repeat the old answer
+        step = self._step if self.flip_at is None else max(0, self.flip_at - 1)
+        return local.StepReached(swap, member, step, self._origin, stands, self._thread)
+
+    def flip(self, step: int, origin: str) -> None:
+        """Commit the version in poll `step`; if `origin` is given, all ranks count from that poll on."""
+        self.flip_at, self._flip_origin, self.stands = step, origin, ""
+
+    def passed(self) -> None:
+        """Let the rank continue: it no longer waits in its poll."""
+        self.stands = ""
+
+    def is_due(self) -> bool:
+        """Return whether this poll must commit the version."""
+        return self.flip_at is not None and self._step >= self.flip_at
+
+    def is_early(self) -> bool:
+        """Return whether the other ranks commit after a step that this rank has not begun."""
+        return self.flip_at is not None and self._step + 1 < self.flip_at
+
+    def flipped(self) -> None:
+        """Note that the version is committed: ranks that committed together count from here, even after a `wait`.
+
+        The committing poll is number 1. If this rank committed in a `wait`, its next poll is number 1. A rank that
+        committed early does not share the other ranks' origin.
+        """
+        if self.flip_at is not None and self._origin != CALLERS_STEP:
+            self._origin = "" if self.is_early() else self._flip_origin
+            self._step = int(self.is_due()) if self._origin else self._step
+        self.decided()
+
 
 class CommitState:
-    """Shared by the polling thread, a callback's thread and the notification thread. `changed` guards it."""
+    """The state machine of a rank (`refitd.commit.rank_state`) and the data that its threads share, under one lock."""
 
     def __init__(
         self,
         connection: Connection,
         message: local.RegisterTarget,
-        registered: local.TargetRegistered,
+        registered: local.Registered,
         permit: Permit | None,
     ) -> None:
         self.who = f"model {message.model!r} replica {message.replica!r}"
-        self.in_place = message.in_place
         self.connection = connection
-        self.member = registered.member
         self.pid = os.getpid()
-        # entered as `lock`: an interrupt while Python code of the condition takes or releases it would leave it locked
+        # enter `lock`, not `changed`: the condition's enter and exit are Python code, and an interrupt there would
+        # leave the lock locked
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
+        self.rank = joined(registered.member, registered.version, registered.run, in_place=message.in_place)
         self.steps = PollSteps()
-        self.waiting = 0  # threads in `wait`, which commit at once; nothing is computed meanwhile
-        self.prepare: local.PrepareCommit | None = None  # decided and not yet committed
-        self.taking: local.PrepareCommit | None = None  # being committed by a thread now
-        self.taker = 0  # that thread's id
-        self.taken = ""  # the swap committed last
-        self.ended = ""  # the swap whose commit ended last; while it is still pending, only its report is missing
-        self.exchanged = False  # whether that exchanged the arenas
-        self.last_pause_s = 0.0  # how long that took
-        self.flipped = ""  # the swap that exchanged the arenas last, committed or not
-        self.is_estranged = False  # the file of its live arena here differs from the daemon's
-        self.asked: local.AskPause | None = None  # the current request to pause
-        self.applied: local.CommitApplied | None = None
-        self.fenced = ""
-        self.away = ""  # why the daemon cannot be reached now; it is waited for
-        self.stood_down = False  # on_resume was called with None because the daemon had ended
-        self.failure: local.Failure | None = None
-        self.orphaned = ""  # why this process must serve nothing more: one that it serves for has ended
-        self.error: RefitdError | None = None  # why a callback's commit failed, or the loss of the daemon
-        self.version: int | None = registered.version  # held by the tensors; None while they hold no whole version
-        self.run = registered.run  # of the version that the tensors held last
+        self.waiting = 0  # threads in `wait`; they commit immediately, because their engine is idle
+        self.taker = 0  # the id of the thread that commits now; 0: none
+        self.last_pause_s = 0.0  # duration of the last commit
+        self.error: RefitdError | None = None  # the daemon was lost, or an abort left a mix of two versions
         self.permit: Permit | None = permit
-        self.closed = self.is_evicted = self.suspended = False
+
+    def step(self, event: rank_state.Event) -> None:
+        """Apply an event, send the report that follows from it, and wake threads that wait for a change."""
+        with self.lock:
+            self.rank, report = rank_state.step(self.rank, event)
+            if report is not None:
+                self.tell(report)
+            self.changed.notify_all()
 
     def serves(self) -> int | None:
-        """Return the version that the engine may serve; None: it must serve nothing."""
-        version = self.version
-        if version is None or self.fenced or self.orphaned or self.suspended or os.getpid() != self.pid:
+        """Return the version that the engine may serve; None if it must not serve."""
+        rank = self.rank
+        if not rank.may_serve or os.getpid() != self.pid:
             return None
         permit = self.permit
-        return version if permit is None or permit.left_s() > 0 else None
+        return rank.version if permit is None or permit.left_s() > 0 else None
 
     def obstacle(self) -> str:
-        """Return why the engine must not serve the version that it holds; "" if it may, or holds none."""
+        """Return why the engine must not serve its version; "" if it may, or has no version."""
         if os.getpid() != self.pid:
             return (
                 f"this process was forked from pid {self.pid}, which registered it; it gets no news of versions here, "
                 "and memory of allocate() and adopt() changes with versions there; connect and register in this "
                 "process, or start it with spawn"
             )
-        if self.orphaned:
-            return self.orphaned
-        if self.suspended and not self.fenced:
+        rank, permit = self.rank, self.permit
+        why = "" if rank.failure is None else rank.failure.message
+        if rank.bond is Bond.ORPHANED:
+            return why
+        if rank.suspended and not rank.fenced:
             return "it is suspended: its tensors are put away until resume()"
-        permit = self.permit
-        if self.fenced or permit is None or self.version is None or (left_s := permit.left_s()) > 0:
-            return self.fenced
-        if self.away:
-            return f"its permit has ended, and {self.away}; it serves again when the coordinator has confirmed it"
-        if self.failure is not None:
-            return f"the daemon is gone ({self.failure.message}); connect and register again"
+        if rank.fenced or permit is None or rank.version is None or (left_s := permit.left_s()) > 0:
+            return rank.fenced
+        if rank.bond is Bond.AWAY:
+            return f"its permit has ended, and {why}; it serves again when the coordinator has confirmed it"
+        if rank.ended is not None:
+            return f"the daemon is gone ({why}); connect and register again"
         if not permit.is_given:
             return (
                 "it has no permit: the coordinator has not confirmed yet that its version is live, or has refused "
@@ -97,17 +183,17 @@ class CommitState:
 
     def check_connected(self) -> None:
         """Raise the error that ended the registration, or the connection to its daemon, if one has."""
-        if self.failure is not None:
-            raise from_code(self.failure.code, self.failure.message)
+        if (failure := self.rank.ended) is not None:
+            raise from_code(failure.code, failure.message)
 
     def check_open(self) -> None:
-        """Raise as `check_connected`, and RefusedError once the target is closed."""
+        """Raise like `check_connected`; also raise RefusedError once the target is closed."""
         self.check_connected()
-        if self.closed:
-            raise RefusedError(self.fenced)
+        if self.rank.bond is Bond.CLOSED:
+            raise RefusedError(self.rank.fenced)
 
     def tell(self, message: local.Told | local.StepReached) -> None:
-        """Report a commit's progress to the daemon, unless it has ended: its successor learns the outcome."""
+        """Report a commit's progress to the daemon. If the daemon has ended, its successor will learn the outcome."""
         connection = self.connection
         try:
             connection.tell(message)
@@ -116,89 +202,193 @@ class CommitState:
                 raise
 
     def say_where(self, prepare: local.PrepareCommit, stands: str = "") -> None:
-        """Tell the step that this rank has reached; a nonempty `stands` says in which call it waits."""
-        self.tell(self.steps.reached(prepare.swap, self.member, stands))
+        """Report the step that this rank has reached; a nonempty `stands` names the call that it waits in."""
+        self.tell(self.steps.reached(prepare.swap, self.rank.member, stands))
 
-    def registered_again(self, connection: Connection, registered: local.TargetRegistered, permit: Permit) -> None:
-        """Continue with the next daemon."""
+    def registered_again(self, connection: Connection, registered: local.Registered, permit: Permit) -> None:
+        """Continue over a connection to the next daemon."""
         with self.lock:
-            self.member, self.connection, self.permit = registered.member, connection, permit
-            self.away = self.fenced = self.flipped = ""
-            self.applied = None
-            self.changed.notify_all()
+            self.connection, self.permit = connection, permit
+            self.step(rank_state.Rejoined(registered.member))
 
     def give_up(self, failure: local.Failure) -> None:
-        """Serve nothing any more; polls raise the reason."""
+        """Stop serving; later polls raise `failure`."""
         with self.lock:
-            self.failure, self.version = failure, None
-            self.error, self.away = from_code(failure.code, failure.message), ""
-            if failure.code == Orphaned.code:  # a commit under way ends, and no other begins
-                self.orphaned, self.prepare, self.asked = failure.message, None, None
-            self.changed.notify_all()
+            self.error = from_code(failure.code, failure.message)
+            is_orphaned = failure.code == Orphaned.code  # a running commit finishes, and no new one begins
+            self.step(rank_state.Orphaned(failure) if is_orphaned else rank_state.DaemonLost(failure, must_stop=True))
 
     def close(self) -> None:
-        """End all commits and serve nothing any more."""
+        """Stop committing and serving."""
         with self.lock:
-            self.closed = True
-            self.prepare = None
-            self.permit = None  # it is no longer renewed, so this rank cannot know whether another version is live
-            self.fenced = self.fenced or f"{self.member} is registered no more: it was closed; register_target again"
-            self.changed.notify_all()
+            self.permit = None  # the permit is no longer renewed: another version may go live without this rank
+            text = f"{self.rank.member} is registered no more: it was closed; register_target again"
+            self.step(rank_state.Closed(text))
+
+    def _may_be_written(self) -> bool:
+        """Return whether workers may have written the live tensors since the last commit.
+
+        Before its workers write a rank in place, the daemon revokes that rank's permit. It restores the permit with the
+        decision, and then notifies this rank.
+        """
+        rank, is_given = self.rank, self.permit is not None and self.permit.is_given
+        return rank.in_place and not rank.suspended and (rank.pending is not None or not is_given)
 
     def hear(self, message: Message) -> None:
         """Handle a notification of the daemon."""
         with self.lock:
+            rank = self.rank
             match message:
-                case local.PrepareCommit() if self.closed or self.orphaned:
-                    pass  # it was on its way; the daemon learns from the end of the registration
-                case local.PrepareCommit(swap) if swap == self.taken:
-                    # already committed, but the coordinator died before it knew
-                    self.tell(local.CommitDone(swap, self.member, self.last_pause_s, self.exchanged))
-                case local.PrepareCommit(swap):
-                    is_told = self.prepare is not None and self.prepare.swap == swap
-                    if not is_told or (message.controlled and self.taking is None):
-                        self.prepare = message
+                case local.PrepareCommit():
+                    self.step(message)
+                    if self.rank.pending is message:
                         self.steps.decided()
-                    if message.lockstep or message.controlled:
+                    is_pending = self.rank.pending is not None and self.rank.pending.swap == message.swap
+                    is_asked = message.lockstep or message.controlled
+                    if is_asked and is_pending and not self.rank.owes_report:
                         self.say_where(message, self.steps.stands or ("wait" if self.waiting else ""))
                 case local.FlipAt(swap, _, step, origin):
-                    if self.prepare is not None and self.prepare.swap == swap:
-                        self.steps.flip(step, origin)
-                case local.PassPoll(swap):
-                    if self.prepare is not None and self.prepare.swap == swap:
-                        self.steps.passed()
-                case local.CommitApplied():
-                    self.applied = message
-                case local.AskPause(swap, member, version):
-                    _log.info("swap=%s member=%s version=%s is to stand still", swap, member, version)
-                    self.asked = message
-                case local.Resume(swap, _, reason, is_poisoned):
-                    _log.info("swap=%s member=%s aborted: %s", swap, self.member, reason)
-                    if is_poisoned:
-                        self.version, self.error = None, CommitError(f"nothing can be served: {reason}")
-                    if self.asked is not None and self.asked.swap == swap:
-                        self.asked = None
-                    if self.prepare is not None and self.prepare.swap == swap and self.taking is None:
-                        self.prepare = None
+                    if rank.pending is not None and rank.pending.swap == swap:
+                        if step is None:
+                            self.steps.passed()
+                        else:
+                            self.steps.flip(step, origin)
+                case local.Poisoned(swap, _, reason):
+                    _log.info("swap=%s member=%s aborted: %s", swap, rank.member, reason)
+                    self.error = CommitError(f"nothing can be served: {reason}")
+                    self.step(message)
                 case local.Fence(member, reason):
-                    if bool(reason) != bool(self.fenced):  # one that is left out hears of each version that it lacks
+                    if bool(reason) != bool(rank.fenced):  # a fenced rank gets a Fence for each version it misses
                         _log.warning("member=%s %s", member, f"fenced: {reason}" if reason else "no longer fenced")
-                    self.fenced = reason
-                case local.Evicted(member, reason, exchanged):
-                    # otherwise it exchanged its arenas while it was evicted, and the daemon does not know
-                    self.is_estranged |= self.flipped != exchanged
-                    text = f"{member} is registered no more: {reason}; register_target again"
+                    self.step(message)
+                case local.Evicted(member, reason):
                     _log.warning("member=%s evicted: %s", member, reason)
-                    self.fenced, self.prepare, self.asked, self.is_evicted = text, None, None, True
-                    self.failure = local.Failure(code=RefusedError.code, message=text)
-                case local.Failure() if self.orphaned:
-                    pass  # the end of the session that this process has closed
-                case local.Failure(_, text) if self.connection.is_awaited and self.failure is None:
-                    self.away = text
-                    if self.in_place and self.asked is not None:
-                        self.version = None  # workers may have written the tensors
-                    # what was decided is brought to it when it is back; a commit under way ends first
-                    self.prepare = self.asked = None
+                    self.step(message)
+                case local.Failure() if rank.bond is Bond.ORPHANED:
+                    pass  # this process has closed the session itself
+                case local.Failure() if self.connection.is_awaited and rank.ended is None:
+                    self.step(rank_state.DaemonEnded(message, self._may_be_written()))
                 case local.Failure(code, text):
-                    self.failure, self.error = message, from_code(code, text)
+                    self.error = from_code(code, text)
+                    self.step(rank_state.DaemonLost(message))
             self.changed.notify_all()
+
+
+class CommitPoints:
+    """The commit points of one target."""
+
+    def __init__(self, state: CommitState) -> None:
+        self._state = state
+        self._early = ("", 0.0)  # the swap that a `wait` delays, and since when
+
+    def polled(self, step: int | None, *, begin: bool) -> local.PrepareCommit | None:
+        """Count a poll; wait until it is known whether a commit is due in it; return the commit, or None."""
+        state = self._state
+        with state.lock:
+            state.steps.count(step, begin=begin)
+            try:
+                prepare = state.rank.pending
+                if prepare is None or not prepare.lockstep or state.rank.owes_report:
+                    return prepare
+                if state.steps.flip_at is None:
+                    state.say_where(prepare, "poll")
+                    try:
+                        state.changed.wait_for(lambda: not state.steps.stands or self._is_over(prepare), IN_STEP_S)
+                    except BaseException:
+                        if state.steps.stands and not self._is_over(prepare):
+                            state.say_where(prepare)  # this rank no longer waits
+                        raise
+                if self._is_over(prepare):
+                    return None
+                if not state.steps.stands:
+                    return prepare if state.steps.is_due() else None
+                reason = f"the other ranks of the replica have not said within {IN_STEP_S:.0f} s how far they are"
+                state.step(GaveUp(reason))
+                raise CommitError(f"{state.who}: version {prepare.version} is not taken over: {reason}")
+            finally:
+                if step is not None and not begin:
+                    state.steps.stay()
+
+    def waited(
+        self, version: int, timeout: float, deadline: float, given_up: threading.Event
+    ) -> local.PrepareCommit | int:
+        """Wait; return the next commit to perform, or the live version once it is `version` or newer.
+
+        Raises:
+            RefusedError: the target is closed, or this thread is committing already.
+            DeadlineExceeded: there was neither by `deadline`, or before `given_up` was set.
+            PeerLost: the daemon has ended.
+        """
+        state = self._state
+        with state.lock:
+            while True:
+                live = state.serves()
+                # a thread that waited may end the process immediately, so the report must have been sent
+                if live is not None and live >= version and not state.rank.owes_report:
+                    self._leave()
+                    return live
+                state.check_open()
+                if state.taker == threading.get_ident():
+                    raise RefusedError(
+                        f"{state.who}: a handler or callback waits here for the very commit that it has interrupted; "
+                        "note what is to be done, and do it afterwards"
+                    )
+                left = 0.0 if given_up.is_set() else deadline - time.monotonic()
+                if left <= 0:
+                    self._leave()
+                    why = state.obstacle() or ("" if state.rank.failure is None else state.rank.failure.message)
+                    raise DeadlineExceeded(
+                        f"{state.who}: version {version} is not live after {timeout:.1f} s "
+                        f"(live: {live}{', ' + why if why else ''}); look at `refitctl status` for the last swap"
+                    )
+                if self._takes() is None:
+                    if (asked := state.rank.pending) is not None and asked.lockstep and not self._is_told():
+                        state.say_where(asked, "wait")
+                    # bounded: a signal handler on this thread may have polled just before, and the renewal of a permit
+                    # sends no notification
+                    is_held = state.rank.version is not None and not state.rank.fenced
+                    self._stand(min(left, PERMIT_WAIT_S if is_held else WAKE_S))
+                if (found := self._takes()) is not None:
+                    return found
+
+    def _stand(self, seconds: float) -> None:
+        """Wait for a change. If a version is decided during it, the notification thread reports this wait."""
+        state = self._state
+        state.waiting += 1
+        try:
+            state.changed.wait(seconds)
+        except BaseException:
+            self._leave()
+            raise
+        finally:
+            state.waiting -= 1
+
+    def _leave(self) -> None:
+        """Report that this rank no longer waits, if it has reported that it waits."""
+        state = self._state
+        if state.steps.stands and state.rank.pending is not None:
+            state.say_where(state.rank.pending)
+
+    def _takes(self) -> local.PrepareCommit | None:
+        """Return the commit that this rank may perform now, while it is in `wait`; None if there is no such commit."""
+        state, prepare = self._state, self._state.rank.pending
+        if prepare is None or state.taker:
+            return None
+        is_known = state.steps.flip_at is not None or state.rank.owes_report
+        return prepare if not prepare.lockstep or (is_known and not self._is_early(prepare)) else None
+
+    def _is_early(self, prepare: local.PrepareCommit) -> bool:
+        """Return whether to delay the commit: this rank's next poll is before its replica's commit."""
+        if not self._state.steps.is_early():
+            return False
+        now = time.monotonic()
+        if self._early[0] != prepare.swap:
+            self._early = (prepare.swap, now)
+        return now < self._early[1] + EARLY_S
+
+    def _is_told(self) -> bool:
+        """Return whether this rank knows the poll to commit in, or has already reported that it waits for it."""
+        return self._state.steps.flip_at is not None or bool(self._state.steps.stands)
+
+    def _is_over(self, prepare: local.PrepareCommit) -> bool:
+        return self._state.rank.pending is not prepare or self._state.rank.ended is not None

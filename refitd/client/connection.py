@@ -1,6 +1,6 @@
 """One connection to the node's daemon: requests with deadlines, notifications, descriptors. It never loads torch.
 
-Nothing here waits for a lock that the calling thread may already hold: a signal handler can interrupt any code.
+A signal handler can interrupt any code, so no function here waits for a lock that the calling thread may already hold.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import zmq
 
@@ -27,10 +27,9 @@ from refitd.buffers.capacity import CLIENT_DESCRIPTORS, require_descriptors
 from refitd.buffers.cuda import MappedDeviceArena, index_of
 from refitd.buffers.permits import PAGE_ARENA
 from refitd.client import daemon_identity
-from refitd.client.arena_files import ArenaFiles
 from refitd.client.arguments import encoded
 from refitd.client.notifications import Listener, Notifications
-from refitd.client.reentrant_lock import Turn, check_process
+from refitd.client.threads import Turn, check_process
 from refitd.errors import (
     DeadlineExceeded,
     PeerLost,
@@ -40,12 +39,15 @@ from refitd.errors import (
     TransportError,
     from_code,
 )
-from refitd.protocol import control, local, sidecar
+from refitd.protocol import local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION, Message
 from refitd.protocol.channel import Dealer, local_peer
 from refitd.protocol.codec import Decoder, UnknownKind, encode
 from refitd.protocol.reports import SwapProgress
-from refitd.protocol.texts import check_names
+from refitd.protocol.roles import check_names
+
+if TYPE_CHECKING:
+    from refitd.client.reconnect import ArenaFiles
 
 R = TypeVar("R", bound=Message)
 
@@ -54,18 +56,18 @@ _log = logging.getLogger("refitd.client")
 # The number of abandoned requests to remember: their replies may still come and must be undone.
 ABANDONED = 1024
 
-# Requests that are undone when abandoned, and how long the next such request waits for that.
-_UNDONE = (local.RegisterSource, local.RegisterTarget, local.CreateArena, control.RegisterController)
+# Requests that are undone when abandoned, and how many seconds the next such request waits for the undoing.
+_UNDONE = (local.RegisterSource, local.RegisterTarget, local.CreateArena, local.RegisterController)
 SETTLE_S, _LOOK_S = 1.0, 0.005
 
-# How long closing waits for queued messages to be sent; a running daemon takes them at once.
+# How long closing waits for queued messages to be sent; a running daemon reads them immediately.
 FLUSH_S = 2.0
 
 
 class Connection:
     """A session with the daemon in `directory`. One thread does all ZeroMQ work; any thread may send requests.
 
-    It belongs to the process that made it: a forked child cannot use it.
+    Only the process that made it can use it, not a forked child.
     """
 
     def __init__(
@@ -77,13 +79,13 @@ class Connection:
 
         Raises:
             TransportError: no daemon runs there, or it does not answer.
-            RefusedError: this user is not admitted, the daemon is not a trusted user's, or this process can open too
-                few descriptors.
+            RefusedError: the daemon does not admit this user, the daemon's user is not trusted, or this process can
+                open too few descriptors.
             ConfigError: `uid`, or REFITD_DAEMON_UID, is not a user id.
         """
-        self.directory = Path(os.path.abspath(directory))  # must stay valid after a change of working directory
+        self.directory = Path(os.path.abspath(directory))  # stays valid if the working directory changes
         self.pid = os.getpid()
-        # whether its owner waits for the next daemon after this one's end: no loss is final then
+        # whether the owner waits for the next daemon when this one ends; then losing the daemon is not final
         self.is_awaited = False
         self.files: ArenaFiles | None = None  # where descriptors of arenas are kept
         require_descriptors(CLIENT_DESCRIPTORS, "a connection to the refitd daemon")
@@ -103,12 +105,13 @@ class Connection:
             raise
         # Threads share these without a lock: single operations on them are atomic in Python.
         self._numbers = itertools.count(1)
-        self._abandoned: deque[int] = deque(maxlen=ABANDONED)  # requests whose replies are to be undone
+        self._abandoned: deque[int] = deque(maxlen=ABANDONED)  # requests whose replies must be undone
         self._waiters: dict[int, queue.SimpleQueue[tuple[Message, int]]] = {}
         self._outgoing: deque[tuple[int, bytes]] = deque()
-        self._lost: RefitdError | None = None
+        self.is_lost = False  # the daemon has ended, or the connection has failed for another reason
+        self._lost: RefitdError | None = None  # the reason
         self._inside: set[tuple[int, object]] = set()  # current users of the descriptors: (thread id, unique mark)
-        self._closer: dict[str, tuple[int, object]] = {}  # the call of `close` that came first, under the key ""
+        self._closer: dict[str, tuple[int, object]] = {}  # the first call of `close`, under the key ""
         self._closing = self._closed = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._close_wake = weakref.finalize(self, os.close, self._wake)
@@ -119,6 +122,7 @@ class Connection:
         _open.add(self)
         hello = local.Hello(protocol=PROTOCOL_VERSION, token=greeting.token, name=name)
         try:
+            check_names(hello)  # the daemon checks the names in later requests
             self.welcome = self.request(hello, local.Welcome, timeout)
         except BaseException:
             self.close()
@@ -135,18 +139,17 @@ class Connection:
 
         Raises:
             DeadlineExceeded: no reply came within `timeout` seconds.
-            PeerLost: the daemon has gone.
-            RefitdError: the error that the daemon or the coordinator answered with.
+            PeerLost: the daemon has ended.
+            RefitdError: the daemon or the coordinator answered with this error.
         """
         check_process(self.pid)
-        check_names(message)
         answers: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         number = next(self._numbers)
         frame = encoded(number, message)
         until = time.monotonic() + timeout
         if isinstance(message, _UNDONE):
             self._settle(min(until, time.monotonic() + SETTLE_S))
-        self._waiters[number] = answers  # before _push checks for a lost daemon, because _lose wakes those in here
+        self._waiters[number] = answers  # before _push checks for a lost daemon: _lose wakes the waiters in this dict
         is_answered = False
         try:
             try:
@@ -178,21 +181,21 @@ class Connection:
                 self._abandon(number, message)
             self._waiters.pop(number, None)
             with contextlib.suppress(queue.Empty):
-                while not is_answered:  # replies that arrived meanwhile
+                while not is_answered:  # replies that arrived since the timeout
                     self._undo(number, answers.get_nowait()[0])
 
     def _abandon(self, number: int, message: Message) -> None:
-        """Undo the effect of a request that nobody waits for any more."""
+        """Undo the effect of a request whose caller has stopped waiting."""
         match message:
-            case local.Lend(member, version) | local.BeginPublish(member, version):
-                # the daemon reads Withdraw right after the request, so it undoes that request and nothing later
+            case local.Publish(member, version, None) | local.BeginPublish(member, version):
+                # the daemon reads Withdraw right after the request, so it undoes that request and no later one
                 with contextlib.suppress(RefitdError):
                     self._push(0, encoded(0, local.Withdraw(member=member, version=version)))
             case _ if isinstance(message, _UNDONE):
                 self._abandoned.append(number)
 
     def _settle(self, until: float) -> None:
-        """Wait for the replies of abandoned requests, which are undone then and would be in the way of the next."""
+        """Wait until replies to abandoned requests have arrived and are undone, so they cannot block the next one."""
         while self._abandoned and not self.is_lost and time.monotonic() < until:
             time.sleep(_LOOK_S)
 
@@ -202,15 +205,15 @@ class Connection:
         try:
             self._push_undo(reply)
         finally:
-            with contextlib.suppress(ValueError):  # another thread was faster
+            with contextlib.suppress(ValueError):  # another thread has removed it
                 self._abandoned.remove(number)
 
     def _push_undo(self, reply: Message) -> None:
         undo: Message
         match reply:
-            case local.SourceRegistered(member) | local.TargetRegistered(member) | control.ControllerRegistered(member):
+            case local.Registered(member):
                 undo = local.Deregister(member=member)
-            case local.ArenaCreated(arena):
+            case local.ArenaDescriptor(arena):
                 undo = local.FreeArena(arena=arena)
             case _:
                 return
@@ -220,11 +223,11 @@ class Connection:
     def tell(self, message: Message) -> None:
         """Send a message that has no reply.
 
-        A member's messages about its commits (`local.Told`) are in the daemon's kernel buffer when this returns: the
+        When this returns, a member's messages about its commits (`local.Told`) are in the daemon's kernel buffer. The
         daemon reads them before it notices this process's end, and before any later request.
 
         Raises:
-            PeerLost: the daemon has gone, or does not read.
+            PeerLost: the daemon has ended, or does not read.
         """
         check_process(self.pid)
         frame = encoded(0, message)
@@ -258,21 +261,21 @@ class Connection:
             match reply:
                 case local.Failure(code, text):
                     raise from_code(code, text)
-                case sidecar.ArenaDescriptor(_, nbytes, "") if len(fds) == 1:
+                case local.ArenaDescriptor(_, nbytes, "") if len(fds) == 1:
                     if self.files is not None and arena != PAGE_ARENA:
                         self.files.keep(fds[0])
                     return MappedArena(fds[0], nbytes, write=write)
-                case sidecar.ArenaDescriptor(_, nbytes, device) if len(fds) == 1:
+                case local.ArenaDescriptor(_, nbytes, device) if len(fds) == 1:
                     return MappedDeviceArena(fds[0], nbytes, index_of(device), write=write)
             raise ProtocolError(f"FetchArena was answered with {type(reply).__name__} and {len(fds)} descriptors")
         finally:
             handoff.close_all(fds)
 
     def give_arena(self, fd: int, nbytes: int) -> int:
-        """Give an arena of an earlier daemon back to this one; return its number here.
+        """Return an arena of an earlier daemon to this one; return the arena's new number.
 
         Raises:
-            ArenaError, RefusedError: the daemon does not take it; the text says why.
+            ArenaError, RefusedError: the daemon does not adopt it; the text gives the reason.
         """
         check_process(self.pid)
         with self._using(), self._fetching.taken(self._descriptors.gettimeout() or 0.0):
@@ -282,7 +285,7 @@ class Connection:
         match reply:
             case local.Failure(code, text):
                 raise from_code(code, text)
-            case sidecar.ArenaGiven(arena):
+            case local.ArenaDescriptor(arena):
                 return arena
         raise ProtocolError(f"GiveArena was answered with {type(reply).__name__}")
 
@@ -293,11 +296,6 @@ class Connection:
         return self._permit_page
 
     @property
-    def is_lost(self) -> bool:
-        """Whether the daemon has ended, or the connection is of no use for another reason."""
-        return self._lost is not None
-
-    @property
     def is_foreign(self) -> bool:
         """Whether this process is a forked child of the owner: it has no session, and locks may be held forever."""
         return os.getpid() != self.pid
@@ -305,12 +303,12 @@ class Connection:
     def close(self, *, goodbye: bool = True) -> None:
         """Send queued messages, say goodbye, and end the session; the daemon forgets its registrations.
 
-        Without `goodbye` the daemon treats this as a crash and retains targets for engines that come back. It may be
-        called repeatedly, by any thread and from a signal handler. If another call is already closing, this one waits
+        Without `goodbye` the daemon treats this as a crash, and retains targets for restarted engines. `close` may be
+        called repeatedly, by any thread and from a signal handler. If another call is already closing, this call waits
         for it, unless it has interrupted that call on the same thread.
         """
         if self.is_foreign:
-            return  # the child's copies were closed when it was forked; the session is its parent's
+            return  # `_disown` has closed the child's descriptors; the session belongs to the parent
         me = (threading.get_ident(), object())
         closer = self._closer.setdefault("", me)
         if closer is not me:
@@ -322,10 +320,10 @@ class Connection:
             self._end_threads()
         finally:
             with contextlib.suppress(RefitdError, OSError):
-                # not by ZeroMQ: on this socket the goodbye is sure to arrive before the hang-up
+                # on this socket, unlike on ZeroMQ's, the goodbye is sure to arrive before the hang-up
                 self._descriptors.settimeout(0)
                 if goodbye:
-                    handoff.send(self._descriptors, encode(0, sidecar.Goodbye()))
+                    handoff.send(self._descriptors, encode(0, local.Goodbye()))
             with contextlib.suppress(OSError):
                 # forked children may hold it open too: shutdown hangs up for all of them
                 self._descriptors.shutdown(socket.SHUT_RDWR)
@@ -340,10 +338,10 @@ class Connection:
             os.eventfd_write(self._wake, 1)
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * FLUSH_S)
-        self._notifications.join(FLUSH_S)  # the other thread's end has ended it
+        self._notifications.join(FLUSH_S)  # it ends when the other thread has ended
 
     def _let_go(self) -> None:
-        """Close the descriptors; if they are still in use after FLUSH_S, leave that to this object's end."""
+        """Close the descriptors; if they are still in use after FLUSH_S, they close when this object is deleted."""
         until = time.monotonic() + FLUSH_S
         while others := [one for one in self._inside.copy() if one[0] != threading.get_ident()]:
             if time.monotonic() > until:
@@ -388,34 +386,32 @@ class Connection:
             ready = dict(poller.poll(10_000))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-            is_closing = self._closing  # read first, so that messages queued before closing are sent below
+            is_closing = self._closing  # read first: messages queued before closing are then sent below
             while self._outgoing:
-                self._send(dealer, *self._outgoing.popleft())
-            while (frame := dealer.receive()) is not None:
+                number, frame = self._outgoing.popleft()
+                try:
+                    dealer.socket.send(frame)
+                except zmq.Again:
+                    if (waiter := self._waiters.get(number)) is not None:
+                        text = f"node {self._where()}: too much waits to be sent to the daemon, which does not read"
+                        waiter.put((local.Failure(code=TransportError.code, message=text), 0))
+            while (received := dealer.receive()) is not None:
                 if local_peer(dealer.peer) != (self.daemon.uid, self.daemon.pid):
                     raise RefusedError(
                         f"{self.directory}: messages come from {dealer.peer!r}, and the daemon here is pid "
                         f"{self.daemon.pid} of uid {self.daemon.uid}; this session has ended"
                     )
-                self._dispatch(frame)
+                self._dispatch(received)
             if is_closing:
                 return
             if hang_up in ready:
                 raise PeerLost(f"the refitd daemon of node {self._where()} has ended")
 
-    def _send(self, dealer: Dealer, number: int, frame: bytes) -> None:
-        try:
-            dealer.socket.send(frame)
-        except zmq.Again:
-            if (waiter := self._waiters.get(number)) is not None:
-                text = f"node {self._where()}: too much waits to be sent to the daemon, which does not read"
-                waiter.put((local.Failure(code=TransportError.code, message=text), 0))
-
     def _dispatch(self, frame: bytes) -> None:
         message: Message
         try:
             number, message = self._decoder.decode(frame)
-        except UnknownKind as exc:  # of a newer daemon
+        except UnknownKind as exc:  # a newer daemon sent it
             number, message = exc.request_id, local.Failure(code=exc.code, message=str(exc))
         waiter = self._waiters.get(number)
         if waiter is not None:
@@ -426,8 +422,8 @@ class Connection:
             self._notifications.add(member, message)
 
     def _lose(self, error: RefitdError) -> None:
-        self.is_awaited = self.is_awaited and isinstance(error, PeerLost)  # others would only come again
-        self._lost = error
+        self.is_awaited = self.is_awaited and isinstance(error, PeerLost)  # other errors would recur
+        self._lost, self.is_lost = error, True
         failure = local.Failure(code=error.code, message=str(error))
         for waiter in list(self._waiters.values()):
             waiter.put((failure, 0))
@@ -444,10 +440,10 @@ class Connection:
     def _using(self) -> Iterator[None]:
         """Keep the descriptors open inside the block; raise if the connection is lost or closed."""
         mark = (threading.get_ident(), object())
-        self._inside.add(mark)  # before the check of _closing, because `_let_go` waits for those in here
+        self._inside.add(mark)  # before the check of _closing, because `_let_go` waits for the users in this set
         try:
             if (lost := self._lost) is not None:
-                # a new error each time: a stored one would keep its traceback's frames, and the objects they hold
+                # raise a new error each time: a stored one would keep its traceback's frames and their objects alive
                 raise from_code(lost.code, str(lost))
             if self._closing:
                 raise PeerLost("this connection to the refitd daemon is closed")
@@ -470,7 +466,7 @@ class Connection:
         return welcome.node if welcome is not None else str(self.directory)
 
     def _disown(self) -> None:
-        """In a forked child: close the parent's descriptors, so that the child does not keep the session open."""
+        """In a forked child, close the inherited descriptors: they would keep the parent's session open."""
         self._descriptors.close()
         self._close_wake()
 

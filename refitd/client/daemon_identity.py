@@ -18,22 +18,22 @@ VARIABLE = "REFITD_DAEMON_UID"
 
 @dataclass(frozen=True, slots=True)
 class Trusted:
-    """The users whose daemon this process exchanges weights with."""
+    """The users that this process trusts to run its daemon."""
 
     uids: frozenset[int]
-    stated: bool  # given by the caller; else the default: this process's own user and root
+    stated: bool  # by the caller or the environment; otherwise the default applies
 
     def text(self) -> str:
-        """Return the users as text for an error message."""
+        """Describe the users for an error message."""
         whose = " or ".join(map(_user, sorted(self.uids)))
         return whose if self.stated else f"{whose}: this process's own user, or root"
 
 
 def trusted(uid: int | None, environ: Mapping[str, str] = os.environ) -> Trusted:
-    """Return the trusted users: `uid`, else $REFITD_DAEMON_UID, else this process's own user and root.
+    """Return the trusted users: `uid`, else $REFITD_DAEMON_UID, else this process's user and root.
 
     Raises:
-        ConfigError: `uid` or the variable is not a user id, or a variable's name is misspelt.
+        ConfigError: `uid` or the variable is not a user id, or a similar variable is set (probably a typing error).
     """
     where, found = "uid", uid
     if wrong := [name for name in environ if name.startswith("REFITD_DAEMON") and name != VARIABLE]:
@@ -52,13 +52,15 @@ def trusted(uid: int | None, environ: Mapping[str, str] = os.environ) -> Trusted
 
 
 def enter(directory: Path, whose: Trusted, timeout: float, *, may_be_link: bool) -> tuple[socket.socket, handoff.Peer]:
-    """Connect to the descriptor socket of the daemon in `directory`; return it and the listening process.
+    """Connect to the descriptor socket of the daemon in `directory`; return the socket and the daemon's process.
 
-    Nothing is sent. `may_be_link`: the caller has named the directory, so it may be a symbolic link by a trusted user.
+    This function sends no data. With `may_be_link` (the caller has named the directory), the directory may be a
+    symbolic link that a trusted user made.
 
     Raises:
         TransportError: no daemon runs there.
-        RefusedError: the directory or the daemon belongs to an untrusted user, or others may write to the directory.
+        RefusedError: the directory or the daemon belongs to an untrusted user, or users other than the directory's
+            owner may write to it.
     """
     path = directory / "refitd.fds"
     try:
@@ -89,10 +91,10 @@ def enter(directory: Path, whose: Trusted, timeout: float, *, may_be_link: bool)
 
 
 def message_socket(directory: Path, endpoint: str, peer: handoff.Peer) -> str:
-    """Return the endpoint for messages. It must be the daemon's own socket, in its own directory.
+    """Check and return the endpoint for messages: a socket of the daemon's user in the daemon's directory.
 
     Raises:
-        RefusedError: the endpoint lies elsewhere or belongs to another user.
+        RefusedError: the endpoint is in another directory or belongs to another user.
     """
     said = Path(endpoint.removeprefix("ipc://"))
     path = directory / said.name
@@ -130,7 +132,7 @@ def _check_directory(directory: Path, whose: Trusted, *, may_be_link: bool) -> N
         found = directory.stat()
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(f"{directory}")
-    # root can read and write everything anyway
+    # trusting root adds no risk: it can read and write all files anyway
     if found.st_uid not in whose.uids | {0}:
         raise _somebody_else(f"the directory {directory}", found.st_uid, whose)
     if found.st_mode & 0o022:

@@ -1,27 +1,43 @@
-"""Check and describe the tensors that callers register."""
+"""Check and describe the tensors that callers register, and choose those that versions exclude."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 
 from refitd.client.arguments import MAX_NAME, whole
-from refitd.client.cuts import PLAIN_TYPES
-from refitd.describe.metadata import ParameterMetadata, plain
+from refitd.describe.layout import canonical_name
+from refitd.describe.memory import lazy_problem, tensor_problem
+from refitd.describe.metadata import ParameterMetadata, Roster, plain
 from refitd.describe.module import (
     extract_param_metadata,
     is_dtensor,
 )
-from refitd.describe.usable import lazy_problem, tensor_problem
-from refitd.describe.wrappers import unwrapped_name, without_module
+from refitd.describe.names import unwrapped_name, without_module
 from refitd.dtypes import ELEMENT_SIZES, dtype_name
 from refitd.errors import RefusedError
+from refitd.mxfp8.buffers import held_of, is_quantized
+from refitd.mxfp8.parts import MARK
+from refitd.protocol.shards import KeptTensor
 from refitd.text import shown
-from refitd.transforms.mxfp8_buffers import held_of, is_quantized
+
+# types that are never DTensors; most tensors have one of these
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+# attributes of a parameter that determine its description
+CUT_ATTRIBUTES = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "partition_sizes",
+    "allreduce",
+    "shared_embedding",
+    "shared",
+)
 
 Tensors = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.Tensor] | Mapping[str, Any]
 
@@ -53,7 +69,7 @@ def is_called(name: str, patterns: Iterable[str]) -> bool:
 
 
 def unmatched(patterns: Iterable[str], metadata: Iterable[ParameterMetadata], *, elsewhere: bool) -> list[str]:
-    """Return the patterns that match no tensor of this rank. With `elsewhere`, one with "*" is for other ranks."""
+    """Return the patterns that match no tensor of this rank. With `elsewhere`, ignore patterns with "*"."""
     names = [m.name for m in metadata]
     return [p for p in patterns if not (elsewhere and "*" in p) and not any(is_called(name, (p,)) for name in names)]
 
@@ -89,7 +105,7 @@ def checked_tensors(tensors: Any) -> Tensors:
 
 
 def _refuse_frozen(module: torch.nn.Module) -> None:
-    """Refuse a scripted module without tensors: `torch.jit.freeze` has made constants of them."""
+    """Refuse a scripted module without tensors: `torch.jit.freeze` has turned them into constants."""
     if isinstance(module, torch.jit.ScriptModule) and not [*module.parameters(), *module.buffers()]:
         raise RefusedError(
             f"module_or_tensors: this {type(module).__name__} has no parameters and no buffers; torch.jit.freeze makes "
@@ -132,7 +148,7 @@ def problem_of(value: Any) -> str:
     problem = tensor_problem(held_here(value))
     is_buffer = not isinstance(value, torch.Tensor) and hasattr(value, "data") and hasattr(value, "scale")
     if problem and (is_buffer or is_quantized(value)):
-        return ""  # held_of reports what is wrong
+        return ""  # held_of reports the problem
     return problem
 
 
@@ -167,7 +183,7 @@ def refuse_all(problems: Iterable[str]) -> None:
 
 
 def described_dict(named: Mapping[str, Any], rank: int, num_experts: int | None) -> list[ParameterMetadata]:
-    """Describe the tensors of a dict: a DTensor's spec says how it is split; every other tensor is whole."""
+    """Describe the tensors of a dict: a DTensor is split as its spec says; other tensors are not split."""
     further = without_module(unwrapped_name(name) for name in named)
     found: list[ParameterMetadata] = []
     owners: dict[str, str] = {}
@@ -194,7 +210,7 @@ def described_again(
     """Describe the DTensors of a dict again. Other tensors have only a shape, which has already been compared."""
     found = []
     for m in before:
-        value: Any = raw.get(m.name)  # None where it is kept
+        value: Any = raw.get(m.name)  # None for a kept tensor
         if is_dtensor(value):
             now = extract_param_metadata(value, unwrapped_name(m.name), rank, None, num_experts)
             found.append(replace(now, name=m.name, aliases=m.aliases))
@@ -202,7 +218,109 @@ def described_again(
 
 
 def _stands_for(name: str, value: Any) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return shape and dtype of a tensor; for an MXFP8 tensor, those of the bfloat16 tensor that it represents."""
+    """Return shape and dtype of a tensor; an MXFP8 tensor counts as the bfloat16 tensor that it represents."""
     if isinstance(value, torch.Tensor) and not is_quantized(value):
         return tuple(value.shape), value.dtype
     return tuple(held_of(name, value).data.shape), torch.bfloat16
+
+
+def cuts_of(values: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return each tensor's CUT_ATTRIBUTES and, last, its DTensor chunks; () for a plain tensor without attributes."""
+    # one loop without calls for plain tensors: each check covers 100,000 tensors
+    return [
+        (*(getattr(value, name, None) for name in CUT_ATTRIBUTES), chunks_of(value))
+        if type(value) not in PLAIN_TYPES
+        else tuple(map(said.get, CUT_ATTRIBUTES))
+        if (said := value.__dict__)
+        else ()
+        for value in values
+    ]
+
+
+def copied_cuts(values: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Do as `cuts_of`, and copy lists, because the originals may change later."""
+    return [tuple(list(each) if isinstance(each, list) else each for each in cut) for cut in cuts_of(values)]
+
+
+def chunks_of(value: Any) -> Any:
+    """Return the boxes (offsets, sizes) that a DTensor's local tensor lists; None if it lists none."""
+    say = getattr(getattr(value, "_local_tensor", None), "__create_chunk_list__", None)
+    if say is None:
+        return None
+    try:
+        return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in say()]
+    except Exception as exc:
+        return f"unreadable ({type(exc).__name__})"
+
+
+def laid_out(spec: Any) -> str:
+    """Return a DTensor's spec as text for an error message."""
+    return "no DTensor" if spec is None else f"{tuple(spec.placements)} on a mesh of {tuple(spec.mesh.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Keeps:
+    """Choose tensors by registered name ("*" matches anything), or by the tensors that sources offer.
+
+    Attributes:
+        patterns: the names; each must match a tensor, unless it has a "*" and `elsewhere` is set.
+        offered: the canonical tensors that partial sources offer, and their aliases: keep all other tensors. None:
+            choose by name only.
+        all_but: keep all tensors except the named ones.
+    """
+
+    patterns: tuple[str, ...] = ()
+    offered: frozenset[str] | None = None
+    all_but: bool = False
+    elsewhere: bool = False  # a pattern may match only tensors of other ranks
+    shared: frozenset[str] = frozenset()  # names of tensors that another target's versions write
+
+    def of(self, metadata: Sequence[ParameterMetadata]) -> list[ParameterMetadata]:
+        """Return the descriptions of the kept tensors.
+
+        Raises:
+            RefusedError: a pattern or a shared name matches no tensor.
+        """
+        if missing := unmatched(self.patterns, metadata, elsewhere=self.elsewhere):
+            what = "partial" if self.all_but else "keeps"
+            raise RefusedError(f"{what}: no tensor registered here is called {missing[0]!r}")
+        if missing := unmatched(sorted(self.shared), metadata, elsewhere=False):
+            raise RefusedError(f"shared: no tensor registered here is called {missing[0]!r}")
+        return [m for m in metadata if m.name in self.shared or self._keeps(m)]
+
+    def _keeps(self, m: ParameterMetadata) -> bool:
+        if self.offered is not None:
+            return self.offered.isdisjoint(_tensors_in(m))
+        return is_called(m.name, self.patterns) is not self.all_but
+
+
+NONE = Keeps()
+
+
+def checked_part(what: str, value: Any) -> bool | tuple[str, ...]:
+    """Return the argument `keeps` or `partial` in plain types: True, False or names.
+
+    Raises:
+        RefusedError: the value has another type, or a name is empty.
+    """
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, list | tuple) and all(isinstance(name, str) and name for name in value):
+        return tuple(value)
+    raise RefusedError(f"{what} is {shown(value)}, expected True, False, or names of tensors")
+
+
+def offered_by(rosters: Sequence[Roster]) -> frozenset[str]:
+    """Return the canonical tensors that source ranks offer, and their aliases."""
+    return frozenset(name for roster in rosters for m in roster.source for name in _tensors_in(m))
+
+
+def kept_tensor(m: ParameterMetadata) -> KeptTensor:
+    """Return a kept tensor in the form of the message to the coordinator."""
+    return KeptTensor(m.name, tuple(sorted(_tensors_in(m))), prod(m.shape) * m.element_size)
+
+
+def _tensors_in(m: ParameterMetadata) -> set[str]:
+    """Return the canonical names and aliases of a local tensor; MXFP8 data and scales count as their tensor."""
+    names = {tile.tensor for tile in m.tiles} if m.tiles else {canonical_name(m)}
+    return {name.partition(MARK)[0] for name in (*names, *m.aliases)}

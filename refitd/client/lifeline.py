@@ -1,4 +1,4 @@
-"""Processes that must live for this one to serve: their ends are noticed through pidfds."""
+"""Watch, through pidfds, the processes that must live for this one to serve."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from refitd.text import shown
 class Lifeline:
     """The processes that this one serves for, such as the server of an engine; pass it to `connect(lives_with=)`.
 
-    A pidfd names a process and not a number that the kernel may give away again. It is readable once the process has
-    ended, however it ended, also before it is reaped. It works for a parent, for a grandparent (a worker's server), and
-    for a process that is no relative at all; after `fork`, `setsid` or a second fork of this process it still names the
-    same process. Several clients of a process may share a lifeline.
+    A pidfd refers to a process; the kernel may reuse a pid, but not a pidfd. A pidfd is readable once the process has
+    ended, for any reason, even before it is reaped. It works for a parent, for a grandparent (a worker's server), and
+    for an unrelated process. After `fork`, `setsid` or a second fork of this process it still refers to the same
+    process. Several clients of a process may share a lifeline.
     """
 
     def __init__(self, processes: Mapping[int, str]) -> None:
-        """Open the processes.
+        """Open the pidfds and start the watching thread.
 
         Args:
-            processes: {pid: name in messages}, such as {pid: "the API server"}. The pids are of this process's pid
-                namespace. The process that knows a pid for certain should pass it on: a child that asks `os.getppid()`
-                may be told of another process if its parent has ended already.
+            processes: {pid: name in messages}, such as {pid: "the API server"}. The pids belong to this process's pid
+                namespace. Let a process that knows the pid for certain pass it on: if a child's parent has ended,
+                `os.getppid()` returns the pid of another process.
 
         Raises:
             Orphaned: one of them has ended.
@@ -62,17 +62,17 @@ class Lifeline:
     def of_parent(cls, what: str, others: Mapping[int, str] | None = None) -> Self:
         """Return the lifeline of the process that started this one; `what` is its name in messages.
 
-        In a process of `multiprocessing` that is the process which created it; elsewhere the parent, which must live
-        when this is called. `others` are further processes, as in the constructor.
+        In a process of `multiprocessing` it watches the process that created this one. Elsewhere it watches the
+        parent, which must live when this is called. `others` are further processes, as in the constructor.
 
         Raises:
-            Orphaned: it has ended.
+            Orphaned: one of the processes has ended.
             RefusedError: as the constructor.
         """
         started = multiprocessing.parent_process()
         pid = os.getppid() if started is None or started.pid is None else started.pid
         lifeline = cls({pid: what, **(others or {})})
-        # The pid is the parent's if the parent lives now. Otherwise it may have been given to another process.
+        # If the parent lives now, the pid is the parent's. Otherwise the kernel may have reused it.
         if os.getppid() != pid and (started is None or not started.is_alive()):
             lifeline.close()
             raise _orphaned(f"{what} (pid {pid}) has ended")
@@ -80,7 +80,7 @@ class Lifeline:
 
     @property
     def ended(self) -> str:
-        """Which process has ended, such as "the API server (pid 71) has ended"; "" while all of them live."""
+        """The processes that have ended, such as "the API server (pid 71) has ended"; "" while all live."""
         return self._ended
 
     def check(self) -> None:
@@ -89,9 +89,9 @@ class Lifeline:
             raise _orphaned(self._ended)
 
     def on_end(self, call: Callable[[Orphaned], None]) -> None:
-        """Call a bound method with the error, once, on a thread of the lifeline; its object is not kept alive.
+        """Call a bound method with the error, once, on the lifeline's thread; do not keep its object alive.
 
-        If a process has ended already, it is called before this returns.
+        If a process has ended already, this calls the method before it returns.
         """
         with self._lock:
             if not self._ended:
@@ -100,7 +100,7 @@ class Lifeline:
         call(_orphaned(self._ended))
 
     def close(self) -> None:
-        """Stop watching; `ended` stays as it is."""
+        """Stop watching; `ended` does not change afterwards."""
         self._close()
 
     def _end(self, ended: str) -> None:
@@ -133,7 +133,7 @@ def _opened(pid: int, what: str) -> int:
 
 
 def _ended(fds: Mapping[int, str], wake: int | None = None) -> str:
-    """Return which process has ended, "" if none has; given `wake`, wait for an end or a write to `wake`."""
+    """Return which processes have ended, "" if none; given `wake`, wait for an end or a write to `wake`."""
     poller = select.poll()
     for fd in fds:
         poller.register(fd, select.POLLIN)
@@ -144,7 +144,7 @@ def _ended(fds: Mapping[int, str], wake: int | None = None) -> str:
 
 
 def _watch(fds: Mapping[int, str], wake: int, of: weakref.ref[Lifeline]) -> None:
-    """Wait for an end, then for the lifeline's own: the body of a thread."""
+    """Wait for the end of a process, then until the lifeline is closed: the body of a thread."""
     try:
         if (ended := _ended(fds, wake)) and (lifeline := of()) is not None:
             lifeline._end(ended)

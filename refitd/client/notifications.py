@@ -1,4 +1,4 @@
-"""Pass a daemon's notifications to the listeners of its members, in order, on a thread of its own."""
+"""Pass a daemon's notifications to the listeners of its members, in order, on a separate thread."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Listener = Callable[[Message], None]
 
 _log = logging.getLogger("refitd.client")
 
-# The number of notifications kept for members that have no listener yet.
+# The number of notifications stored for members that have no listener yet; the oldest are dropped.
 EARLY = 64
 
-# How long a reply waits until listeners have handled earlier notifications. They are quick, unless the waiting thread
-# is in a signal handler and holds a lock that they need.
+# How long a reply waits until listeners have handled earlier notifications. Listeners are fast, but they block if the
+# waiting thread is in a signal handler and holds a lock that they need.
 ORDER_S = 5.0
 
 
@@ -45,10 +45,10 @@ class _Notice:
 
 
 class Notifications:
-    """The thread that calls listeners; a thread of its own, because a listener may wait for one that awaits a reply.
+    """The thread that calls listeners; separate, because a listener may wait for a thread that awaits a reply.
 
     Attributes:
-        arrived: the number of notifications that have come.
+        arrived: the number of notifications received.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Notifications:
         self._thread.start()
 
     def listen(self, member: str, listener: Listener) -> None:
-        """Call `listener` with every notification for a member; those that came earlier are handled on return."""
+        """Call `listener` with every notification for a member; wait until it has handled the earlier ones."""
         heard: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._notices.put(_Listen(member, listener, heard))
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -72,7 +72,7 @@ class Notifications:
         self._listeners.pop(member, None)
 
     def add(self, member: str, message: Message) -> None:
-        """Pass a notification on."""
+        """Queue a notification for the member's listener."""
         self._notices.put(_Notice(member, message))
         self.arrived += 1
 
@@ -81,12 +81,12 @@ class Notifications:
         self._notices.put(failure)
 
     def join(self, timeout: float) -> None:
-        """Wait for the end of the thread, unless it is the caller's."""
+        """Wait for the end of the thread, unless the thread itself calls this."""
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
     def wait_until_heard(self, arrived: int) -> None:
-        """Wait until listeners have handled the notifications that came before a reply; callers rely on that order."""
+        """Wait until listeners have handled the first `arrived` notifications; a reply must not overtake them."""
         until = time.monotonic() + ORDER_S
         while self._heard < arrived and self._thread.is_alive() and time.monotonic() < until:
             if threading.current_thread() is self._thread:
@@ -94,43 +94,44 @@ class Notifications:
             time.sleep(0.0002)
 
     def _work(self) -> None:
-        # notifications for members whose listener is not there yet
+        # notifications for members that have no listener yet
         early: deque[_Notice] = deque(maxlen=EARLY)
         while self._take(early):
             pass
 
     def _take(self, early: deque[_Notice]) -> bool:
-        """Handle the next notice; return False after the last. A separate call, to keep no reference while waiting."""
-        match self._notices.get():
-            case _Listen(member, listener, heard):
+        """Handle the next notice; return False after the last. A separate function holds no notice while it waits."""
+        calls: list[tuple[Listener, Message]] = []
+        match notice := self._notices.get():
+            case _Listen(member, listener):
                 self._listeners[member] = listener
-                for notice in [notice for notice in early if notice.member == member]:
-                    early.remove(notice)
-                    _call(listener, notice.message)
-                heard.put(True)
+                for one in [one for one in early if one.member == member]:
+                    early.remove(one)
+                    calls.append((listener, one.message))
             case _Unlisten(member):
                 self._listeners.pop(member, None)
-            case _Notice(member, message) as notice:
+            case _Notice(member, message):
                 if (found := self._listeners.get(member)) is not None:
-                    _call(found, message)
+                    calls.append((found, message))
                 else:
                     early.append(notice)
-                self._heard += 1
-            case local.Failure() as failure:
-                listeners = list(self._listeners.values())
+            case local.Failure():
+                calls += [(listener, notice) for listener in self._listeners.values()]
                 self._listeners.clear()
-                for listener in listeners:
-                    _call(listener, failure)
+        for listener, message in calls:
+            try:
+                listener(message)
+            except Exception:  # a failure with one notification must not stop the others
+                _log.exception("a listener could not take %s", type(message).__name__)
+        match notice:
+            case _Listen():
+                notice.heard.put(True)
+            case _Notice():
+                self._heard += 1
+            case local.Failure():
                 with contextlib.suppress(queue.Empty):
                     while True:
                         if isinstance(late := self._notices.get_nowait(), _Listen):
                             late.heard.put(True)  # `Connection.listen` itself checks whether the connection is lost
                 return False
         return True
-
-
-def _call(listener: Listener, message: Message) -> None:
-    try:
-        listener(message)
-    except Exception:  # a failure with one notification must not stop the others
-        _log.exception("a listener could not take %s", type(message).__name__)

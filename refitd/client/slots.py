@@ -1,50 +1,72 @@
-"""The slots of a source rank and what each holds, so that they survive a restart of the daemon."""
+"""The slots of a source, which can be registered again with their versions over another connection."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from refitd.client.arguments import whole
 from refitd.client.connection import Connection
-from refitd.errors import PeerLost
+from refitd.errors import PeerLost, RefusedError
 from refitd.protocol import local
 from refitd.protocol.shards import Shard
 
 if TYPE_CHECKING:
-    from refitd.client.devices import Arena
+    import torch
+
+    from refitd.client.arenas import Arena
+    from refitd.client.client import Client
     from refitd.client.reconnect import Give
 
 _log = logging.getLogger("refitd.client")
 
 
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    """How a source publishes; see `Client.register_source`."""
+
+    model: str
+    slots: int
+    cast: str | torch.dtype | Mapping[str, str | torch.dtype] | None
+    device: str | torch.device | None
+    timeout: float
+
+    def checked_slots(self) -> int:
+        """Return the number of slots as an int; raises RefusedError unless it is in 1..16."""
+        slots = whole("slots", self.slots)
+        if not 1 <= slots <= 16:
+            raise RefusedError(f"slots must be 1..16, found {slots}; each takes the size of the shard")
+        return slots
+
+
 class SourceSlots:
-    """The slots of one registration, which it can make again over another connection.
+    """The slots of one registration, which can be repeated over another connection.
 
     Attributes:
-        arenas: the slots, mapped; none for a source that lends tensors of an arena.
+        arenas: the slots, mapped; empty for a source that lends tensors of an arena.
         message: the registration.
-        newest: the highest version that was published or lent, also one of which it is not known; None: none was.
+        newest: the highest version that was published or lent, even if the daemon did not confirm it; None: no version.
     """
 
-    def __init__(
-        self, message: local.RegisterSource, registered: local.SourceRegistered, arenas: tuple[Arena, ...]
-    ) -> None:
+    def __init__(self, message: local.RegisterSource, registered: local.Registered, arenas: tuple[Arena, ...]) -> None:
         self.message = message
         self.arenas = arenas
         self.newest: int | None = None
         self._run = registered.run
-        # slot -> version, and the address it was written to: a registration meanwhile may have replaced the memory
+        # slot -> (version, address of the memory it was written to); a later registration may have replaced that memory
         self._held: dict[int, tuple[int, int]] = {}
-        self._told: frozenset[int] = frozenset()  # the versions that the last registration has named
-        self._offer: tuple[int, int | None] | None = None  # the version offered last, and `newest` before it
+        self._told: frozenset[int] = frozenset()  # the versions that the last registration listed
+        self._offer: tuple[int, int | None] | None = None  # the last offered version, and `newest` before it
 
     def passed_on(self, version: int) -> bool:
-        """Whether the present daemon was told, by the registration, that a slot holds this version whole.
+        """Return whether the last registration listed a slot with this complete version for the current daemon.
 
-        If not, it is as though the version had not been offered: an earlier daemon has ended over it, and the slot was
-        finished too late for the registration with the present one.
+        If not, undo `offered`: the previous daemon ended during the publication, and the slot was finished after the
+        registration with the current daemon. The version must be published again.
         """
         if version in self._told:
             return True
@@ -54,10 +76,10 @@ class SourceSlots:
         return False
 
     def granted(self, slot: int, connection: Connection) -> Arena:
-        """Return the slot that the daemon has granted: what it held is about to be overwritten.
+        """Return the slot that the daemon has granted, and forget its version, which the caller overwrites.
 
         Raises:
-            PeerLost: the daemon has ended, so that the next one may have been told of what the slot holds.
+            PeerLost: the daemon has ended, and the registration with the next one may list the slot's old version.
         """
         self._held.pop(slot, None)
         if connection.is_lost:
@@ -65,10 +87,10 @@ class SourceSlots:
         return self.arenas[slot]
 
     def offered(self, version: int, slot: int | None = None, memory: Arena | None = None) -> int | None:
-        """Record that a version is being published (from this slot, written to its memory) or lent.
+        """Record that a version is being published from `slot` with memory `memory`, or is being lent.
 
         Returns:
-            The newest version before it.
+            The previous `newest`.
         """
         before, self.newest = self.newest, version
         if slot is not None and memory is not None:
@@ -77,31 +99,31 @@ class SourceSlots:
         return before
 
     def refused(self, before: int | None, slot: int | None = None) -> None:
-        """The daemon has not taken what was offered; `before` is the answer of `offered`."""
+        """Undo `offered` after the daemon has refused the version; `before` is the value that `offered` returned."""
         self.newest = before
         if slot is not None:
             self._held.pop(slot, None)
 
     def withdrawn(self, version: int) -> None:
-        """A version is no longer published."""
+        """Forget a version that is no longer published."""
         self._held = {slot: held for slot, held in dict(self._held).items() if held[0] != version}
         self._told -= {version}
 
     def change(self, shard: Shard) -> None:
-        """Take note of another description, and let go of the slots: `register_again` makes new ones."""
+        """Replace the shard, and drop the slots; `register_again` makes new ones."""
         self.message = structs.replace(self.message, shard=shard)
         self.arenas, self._held, self._offer = (), {}, None
         self._told = frozenset()
 
-    def register_again(self, connection: Connection, give: Give, timeout: float) -> local.SourceRegistered:
-        """Register over a new connection, with the same slots and what they hold.
+    def register_again(self, connection: Connection, give: Give, timeout: float) -> local.Registered:
+        """Register over a new connection, with the same slots and their versions.
 
         Raises:
-            RefitdError: the daemon or the coordinator refuses, or is gone again.
+            RefitdError: the daemon or the coordinator refuses the registration, or is lost again.
         """
         arenas = self.arenas
         numbers = [give(arena.address, arena.nbytes) for arena in arenas]
-        newest = self.newest  # before what the slots hold: a version that is being offered is in both, or in neither
+        newest = self.newest  # read before `_held`: if a version is offered in between, the filter drops it
         held = {
             slot: version
             for slot, (version, address) in dict(self._held).items()
@@ -114,7 +136,7 @@ class SourceSlots:
         )
         for slot in () if is_whole else given:
             connection.request(local.FreeArena(arena=slot.arena), local.Done, timeout)
-        registered = connection.request(message, local.SourceRegistered, timeout)
+        registered = connection.request(message, local.Registered, timeout)
         if not is_whole or not arenas:
             if held:
                 _log.warning(
@@ -128,3 +150,17 @@ class SourceSlots:
         self._told = frozenset(held.values())
         self._run = registered.run
         return registered
+
+
+def register_slots(client: Client, message: local.RegisterSource) -> tuple[Connection, local.Registered, SourceSlots]:
+    """Register a source and map its slots; return its connection, the answer and the slots.
+
+    Raises:
+        RefusedError: the rank is taken, or the descriptions are invalid.
+        ArenaError: there is not enough memory for the slots.
+    """
+    connection = client._connection.steady(message.timeout_s)
+    registered = connection.request(message, local.Registered, message.timeout_s)
+    with client._given_back(connection, registered.member):
+        mapped = tuple(connection.map_arena(arena, write=True) for arena in registered.slots)
+    return connection, registered, SourceSlots(message, registered, mapped)

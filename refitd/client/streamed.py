@@ -1,40 +1,41 @@
-"""Publish versions whose tensors are produced one by one and never all in memory: exports, gathers, merges."""
+"""Publish versions whose tensors are produced one by one and are never all in memory: exports, gathers, merges."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from refitd.buffers.arena import MappedArena
-from refitd.client.arena_copies import copy_bytes
-from refitd.client.arguments import seconds, whole
+from refitd.buffers.cuda import name_of
+from refitd.client.arenas import Arena, copy_bytes, number_of
+from refitd.client.arguments import Layout, seconds, whole
 from refitd.client.connection import Connection
-from refitd.client.devices import Arena
 from refitd.client.given import held_of_given
-from refitd.client.reconnect import Give, Line
-from refitd.client.reentrant_lock import Turn, check_process
-from refitd.client.rounding import offer_unrounded
-from refitd.client.slots import SourceSlots
-from refitd.client.source_casts import SourceCasts
+from refitd.client.reconnect import Line
+from refitd.client.slot_source import SlotSource
+from refitd.client.slots import Slotted, SourceSlots, register_slots
+from refitd.client.source_tensors import SourceCasts
+from refitd.client.threads import check_process
+from refitd.describe.memory import HOST
 from refitd.describe.metadata import ParameterMetadata, plain
 from refitd.describe.renames import Names, rename
 from refitd.dtypes import dtype_name
-from refitd.errors import PeerLost, RefitdError, RefusedError, from_code
+from refitd.errors import PeerLost, RefusedError
 from refitd.protocol import local
 from refitd.protocol.base import Message
-from refitd.protocol.shards import shard_of
-from refitd.protocol.target_forms import staged
+from refitd.protocol.shards import shard_of, staged
 from refitd.text import nearest, shown
+
+if TYPE_CHECKING:
+    from refitd.client.client import Client
 
 
 class Unread(ABC):
-    """A tensor that is not in memory yet, such as one of a file: it is read straight into the slot.
+    """A tensor that is not in memory yet, for example a tensor in a file. It is read directly into the slot.
 
     Attributes:
         shape: as of a torch.Tensor.
@@ -46,18 +47,18 @@ class Unread(ABC):
 
     @abstractmethod
     def load(self) -> torch.Tensor:
-        """Return it as a tensor in memory of its own."""
+        """Read the tensor into new memory and return it."""
 
     @abstractmethod
     def read_into(self, to: torch.Tensor) -> None:
-        """Read it into a contiguous tensor in main memory of the same shape and dtype."""
+        """Read the tensor into `to`: contiguous, in main memory, with the same shape and dtype."""
 
 
 Weights = Iterable[tuple[str, torch.Tensor | Unread]]
 
 
-class StreamedSource:
-    """A source whose shard is declared by shapes. Made by `Client.declare_source`."""
+class StreamedSource(SlotSource):
+    """A source whose shard is declared by shapes. Created by `Client.declare_source`."""
 
     def __init__(
         self,
@@ -66,133 +67,89 @@ class StreamedSource:
         model: str,
         held: Sequence[ParameterMetadata],
         casts: SourceCasts,
-        registered: local.SourceRegistered,
+        registered: local.Registered,
         slots: SourceSlots,
         closed: Callable[[StreamedSource], object],
     ) -> None:
         """`held` are the declared tensors; `closed` is called when the source is closed."""
-        self._line = line
-        self._connection = connection
-        self._failure: local.Failure | None = None  # why it could not be registered again
-        self._pid = os.getpid()
         self._held = held
         self._casts = casts
         self._exact: set[str] = set()  # canonical names that are offered unrounded
-        self._wire = self._widen(())
-        self._slots = slots
-        self._told = closed
-        self._closed = False
-        self._turn = Turn(f"a version of {model!r} is being published")
-        self._next_version = registered.next_version
-        self.model = model
-        self.member = registered.member
-        self.run = registered.run
-        connection.listen(self.member, self._notified)
-
-    @property
-    def next_version(self) -> int:
-        """The lowest version that may be published."""
-        check_process(self._pid)
-        return self._next_version
+        super().__init__(line, connection, model, registered, slots, self._widen(()), closed)
 
     def publish_from(self, version: int, weights: Weights, *, timeout: float = 60.0) -> None:
         """Publish the tensors that an iterator yields as `version`.
 
-        Each tensor is copied into a slot, and cast if `cast` says so. It may be freed or changed when the iterator is
-        advanced.
+        Each tensor is copied into a slot, and cast if the source was declared with `cast`. The caller may free or
+        change a tensor when the iterator is advanced.
 
         Args:
-            version: greater than all earlier ones.
+            version: greater than all earlier versions.
             weights: yields (name, tensor), each declared name once, in any order, on any device.
-            timeout: seconds for a slot to become free, and again for the daemon's final answer; the iterator's own time
-                is unlimited.
+            timeout: seconds to wait for a free slot, and again for the daemon's final answer. The time that the
+                iterator takes is unlimited.
 
         Raises:
-            RefusedError: a name is unknown, repeated or missing, a tensor's shape or dtype is not the declared one, or
-                the version is not newer. Nothing is published.
+            RefusedError: a name is unknown, repeated or missing, a tensor's shape or dtype differs from the declared
+                one, or the version is not newer. The version is not published.
             DeadlineExceeded: every slot is still being read.
-            PeerLost: the daemon has ended before the iterator did. Nothing is published; publish again.
+            PeerLost: the daemon ended before the iterator did. The version is not published; publish it again.
         """
         version, timeout = whole("version", version), seconds("timeout", timeout)
         check_process(self._pid)
         with self._turn.taken(timeout):
             connection = self._line.steady(timeout)
             self._check_open()
-            offer_unrounded(self, connection, self._wire, self._widen, timeout)
-            member = self.member
-            begin = local.BeginPublish(member=member, version=version, timeout_s=timeout)
-            granted = connection.request(begin, local.SlotGranted, timeout + 2.0).slot
+            self._offer_unrounded(connection, timeout)
+            with self._filling(connection, version, timeout) as filling:
+                write_stream(filling.arena, self._held, self._wire, self._offsets, weights)
             try:
-                slot = self._slots.granted(granted, connection)
-                write_stream(slot, self._held, self._wire, self._offsets, weights)
-            except BaseException:
-                with contextlib.suppress(RefitdError):
-                    connection.request(local.Withdraw(member=member, version=version), local.Done, 10.0)
-                raise
-            self._next_version = max(self._next_version, version + 1)
-            before = self._slots.offered(version, granted, slot)
-            done = local.Publish(member=member, version=version, slot=granted)
-            try:
-                connection.request(done, local.Done, timeout)
-            except RefusedError:
-                self._slots.refused(before, granted)
-                raise
-            except PeerLost:  # the next daemon is told of the finished slot, unless it was there before that
+                self._filled(connection, version, filling, timeout)
+            except PeerLost:  # the next daemon learns of the finished slot, unless it connected before `offered`
                 self._line.steady(timeout)
                 if not self._slots.passed_on(version):
                     raise
 
-    def close(self) -> None:
-        """End the registration and withdraw all its versions."""
-        if self._closed:
-            return
-        connection, member = self._connection, self.member
-        is_registered = bool(self._slots.arenas)  # not if it could not be registered again with wider tensors
-        self.release()
-        self._told(self)
-        if is_registered:
-            self._line.deregister(connection, member)
-
-    def renumber(self, numbers: Mapping[int, int]) -> None:
-        """Nothing of it lies in arenas that have got other numbers."""
-
-    def register_again(self, connection: Connection, give: Give, timeout: float) -> None:
-        """Register over a new connection; raises RefitdError if that is refused, or the daemon is gone again."""
-        registered = self._slots.register_again(connection, give, timeout)
-        self._next_version = max(self._next_version, registered.next_version)
-        self.member, self.run = registered.member, registered.run
-        self._connection = connection
-        connection.listen(self.member, self._notified)
-
-    def give_up(self, failure: local.Failure) -> None:
-        """Take note that it could not be registered again."""
-        self._failure = failure
-
-    def _widen(self, exact: Collection[str]) -> list[ParameterMetadata]:
-        """Offer these canonical tensors unrounded from now on; return the descriptions of all that is offered."""
+    def _widen(self, exact: Collection[str]) -> Sequence[ParameterMetadata]:
         self._exact |= {*exact}
-        self._wire = self._casts.offered(self._held, self._exact)
-        self._offsets = staged(shard_of(self._wire), ()).wire
-        return self._wire
-
-    def _check_open(self) -> None:
-        if self._failure is not None:
-            raise from_code(self._failure.code, self._failure.message)
-        if self._closed:
-            raise RefusedError(f"this source of model {self.model!r} is closed; declare it again")
-
-    def arenas(self) -> set[int]:
-        """Return the arenas from `allocate` that it uses: none."""
-        return set()
-
-    def release(self) -> None:
-        """Drop the slots; nothing can be published afterwards."""
-        self._connection.unlisten(self.member)
-        self._slots.arenas = ()
-        self._closed = True
+        wire = self._casts.offered(self._held, self._exact)
+        self._offsets = staged(shard_of(wire), ()).wire
+        return wire
 
     def _notified(self, message: Message) -> None:
-        """Ignore notifications: the daemon sends sources only the ends of leases, and this source lends nothing."""
+        """Ignore notifications: the daemon notifies sources only when leases end, and this source has no leases."""
+
+
+def declare(
+    client: Client,
+    shapes: Mapping[str, tuple[Sequence[int], torch.dtype]],
+    layout: Layout,
+    slotted: Slotted,
+    is_partial: bool,
+    origin: str,
+) -> StreamedSource:
+    """Register a source by the shapes of its tensors; raises as `Client.declare_source`."""
+    layout, slots = layout.checked(), slotted.checked_slots()
+    held = declared(shapes, layout.metadata, layout.rank, layout.names)
+    casts = SourceCasts(slotted.cast, elsewhere=layout.world_size > 1)
+    gpu = number_of(slotted.device or "cpu")
+    message = local.RegisterSource(
+        model=slotted.model,
+        rank=layout.rank,
+        world_size=layout.world_size,
+        shard=shard_of(casts.offered(held), is_partial=is_partial),
+        slots=slots,
+        live=(),
+        device="" if gpu == HOST else name_of(gpu),
+        timeout_s=slotted.timeout,
+        origin=origin,
+    )
+    connection, registered, made = register_slots(client, message)
+    source = StreamedSource(
+        client._connection, connection, slotted.model, held, casts, registered, made, client._forget
+    )
+    client._add(source, connection)
+    return source
 
 
 def declared(
@@ -251,10 +208,10 @@ def write_stream(
 ) -> dict[str, torch.Tensor]:
     """Copy tensors into a slot as the iterator yields them; return views of the slot by name.
 
-    The iterator yields them as `declared`; the slot holds them as in `wire`.
+    `declared` describes the tensors from the iterator; `wire` describes the tensors in the slot.
 
     Raises:
-        RefusedError: as `StreamedSource.publish_from`; parts of the slot have been written.
+        RefusedError: as in `StreamedSource.publish_from`. Some tensors may already be in the slot.
     """
     memory = torch.from_numpy(arena.bytes) if isinstance(arena, MappedArena) else arena.tensor
     places = {m.name: (m, to, offset) for m, to, offset in zip(declared, wire, offsets, strict=True)}

@@ -1,63 +1,94 @@
-"""Take a decided version over into the live tensors, and say what came of it, whatever interrupts that."""
+"""Commit a decided version to the live tensors, by copy or by exchange of arenas, and report the result."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import threading
 import time
+from collections.abc import Mapping, Sequence
 
+import numpy as np
+import torch
+
+from refitd.buffers.arena import MappedArena
+from refitd.buffers.cuda import MappedDeviceArena
+from refitd.buffers.windows import WindowedArena, WindowPair
+from refitd.client.arenas import Arena, Home
 from refitd.client.checks import LiveChecks
 from refitd.client.commit_state import CommitState
-from refitd.client.devices import Arena
-from refitd.client.flip import ArenaPair
-from refitd.client.mxfp8 import TargetTensors
+from refitd.client.ownership import SharedOwners
 from refitd.client.reconnect import Give
-from refitd.client.reentrant_lock import check_process
+from refitd.client.target_tensors import TargetTensors
+from refitd.client.threads import check_process
+from refitd.commit.rank_state import (
+    Begun,
+    Exchanged,
+    Interrupted,
+    RankStep,
+    Reported,
+    WriteBegan,
+    WriteFailed,
+    Written,
+)
+from refitd.describe.memory import gpu_of
 from refitd.errors import ArenaError, CommitError, RefitdError, RefusedError
 from refitd.protocol import local
+from refitd.protocol.shards import Place
 
-# The application configures this logger. Lines carry the swap's id, like those of the other processes.
+# The application configures this logger. Lines carry the swap's id, as in the other processes' logs.
 _log = logging.getLogger("refitd.client")
 
-# How long before a commit by exchange the tensors may have been checked.
+# A check of the tensors stays valid this long for a commit by exchange.
 LOOKED_S = 1.0
 
-# How long a paused engine waits for the worker's copy (a few GB) before it gives up and serves no version.
+# How long a poll waits for another thread's commit of the same version.
 APPLY_TIMEOUT_S = 60.0
+
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+# The tensors placed in an arena: name -> (offset, bytes of the elements; gaps between elements do not count).
+Contents = Mapping[str, tuple[int, int]]
 
 
 class TakeOver:
-    """Commits versions of one target, on whatever thread has reached a commit point.
+    """Commits versions of one target, on the thread that reaches a commit point.
 
     Attributes:
         checks: reads of the live tensors between commits.
-        staging: the mapped staging arena of a target that copies from it; None without one, and once released.
-        pair: the live and the staging arena of a target that flips; None once released.
+        staging: the mapped staging arena, if commits copy from one; otherwise None, and None after `release`.
+        pair: the live and the staging arena of a target that flips; None after `release`.
     """
 
     def __init__(
-        self, state: CommitState, tensors: TargetTensors, staging: Arena | None, pair: ArenaPair | None
+        self,
+        state: CommitState,
+        tensors: TargetTensors,
+        staging: Arena | None,
+        pair: ArenaPair | None,
+        owners: SharedOwners,
     ) -> None:
         self.staging = staging
         self.pair = pair
-        self.checks = LiveChecks(state.connection, state.member, tensors, lambda: self.staging)
+        self.checks = LiveChecks(state.connection, state.rank.member, tensors, lambda: self.staging)
         self._state = state
         self._tensors = tensors
-        self._looked_at, self._looked_until = "", 0.0  # the swap before whose commit the tensors were checked
-        self._failed = "", ""  # the swap whose commit failed last, and why
+        self._owners = owners
+        self._looked_at, self._looked_until = "", 0.0  # the swap whose tensors were checked in advance, and until when
 
     def look_before(self, prepare: local.PrepareCommit) -> None:
-        """Check the tensors of a target that flips before its commit point: that takes longer than the exchange."""
-        with contextlib.suppress(CommitError):  # the commit looks again, and fails
+        """Check a flipping target's tensors before its commit point: the check takes longer than the exchange."""
+        with contextlib.suppress(CommitError):  # the commit checks again, and fails
             self._tensors.check_unmoved(is_described=True)
             self._looked_at, self._looked_until = prepare.swap, time.monotonic() + LOOKED_S
 
     def give_staging(self, give: Give) -> int | None:
-        """Give the staging arena to the next daemon; return its number there, or None if that must make a new one.
+        """Hand the staging arena over to the next daemon; return its number there, or None if it needs a new one.
 
         Raises:
-            ArenaError: the daemon does not take the memory that commits exchange.
+            ArenaError: the daemon does not adopt the memory that commits exchange.
         """
         if self.pair is None:
             return None if self.staging is None else give(self.staging.address, self.staging.nbytes)
@@ -67,69 +98,73 @@ class TakeOver:
         return given
 
     def release(self) -> None:
-        """Drop the arenas; nothing can be committed afterwards."""
+        """Drop the arenas; later commits fail."""
         self.staging = self.pair = None
         self.checks.release()
 
-    def apply(
-        self, prepare: local.PrepareCommit, started: float | None = None, given_up: threading.Event | None = None
-    ) -> int | None:
-        """Commit a version; `started` is the time at which this rank paused, if it did so earlier.
+    def apply(self, prepare: local.PrepareCommit, given_up: threading.Event | None = None) -> int | None:
+        """Commit a version and return it.
 
-        Return None, and commit nothing, if `given_up` is set. An exception that is no failure of the commit
-        (KeyboardInterrupt, SystemExit) is raised once the version is live or its failure has been reported; one that
-        comes before anything is written leaves the version pending.
+        If `given_up` is set, return None without committing. An interrupt (KeyboardInterrupt, SystemExit) is raised
+        once the version is live or its failure has been reported. If the interrupt comes before the first write, the
+        version stays pending.
 
         Raises:
-            CommitError: the commit failed; or it is no longer pending, and nothing was written.
-            RefusedError: another thread applies it; or this is a forked child, and nothing was written.
+            CommitError: the commit failed; or the version is no longer pending, and the tensors are unchanged.
+            RefusedError: another thread applies it; or this is a forked child, and the tensors are unchanged.
         """
         check_process(self._state.pid)
-        started = time.perf_counter() if started is None else started
+        started = time.perf_counter()
         state, is_taker = self._state, False
         what = f"{state.who}: the commit of version {prepare.version}"
         try:
             with state.lock:
                 if given_up is not None and given_up.is_set():
                     return None
-                # another swap's that this thread began has ended, but an interrupt has kept it from saying so
-                is_stale = state.taking is not prepare and state.taker == threading.get_ident()
-                if state.taking is not None and not is_stale:
+                # this thread's commit of another swap has ended, but an interrupt prevented it from clearing `taker`
+                is_stale = state.rank.taking is not prepare and state.taker == threading.get_ident()
+                if state.taker and not is_stale:
                     raise RefusedError(f"{what} is being applied already, on another thread or below this call")
-                if state.prepare is not prepare:
+                if state.rank.pending is not prepare:
                     raise CommitError(
                         f"{what} (swap {prepare.swap}) is over; a commit can be applied once, while it is pending"
                     )
                 is_taker = True
-                state.taking, state.taker = prepare, threading.get_ident()
+                state.taker = threading.get_ident()
+                if state.rank.step is RankStep.IDLE:
+                    state.step(Begun())
             with self.checks.committing():
                 self._to_its_end(prepare, started)
         finally:
             if is_taker:
                 with state.lock:
-                    state.taking = None
+                    state.taker = 0
+                    if state.rank.step is RankStep.BEGUN:
+                        state.step(Interrupted())
                     state.changed.notify_all()
         return prepare.version
 
     def ends_elsewhere(self, prepare: local.PrepareCommit) -> bool:
-        """Wait for a commit of this version on another thread; return whether that made the version live.
+        """Wait for another thread's commit of this version; return whether it made the version live.
 
         Raises:
             CommitError: that commit failed, or has not ended in time.
         """
-        state = self._state
+        state, until = self._state, time.monotonic() + APPLY_TIMEOUT_S
         with state.lock:
-            is_elsewhere = state.taking is prepare and state.taker != threading.get_ident()
-            if is_elsewhere and not state.changed.wait_for(lambda: state.taking is not prepare, APPLY_TIMEOUT_S):
-                raise CommitError(
-                    f"{state.who}: another thread has been committing version {prepare.version} for "
-                    f"{APPLY_TIMEOUT_S:.0f} s; look at that thread's stack"
-                )
-            if state.prepare is prepare:
+            while state.taker not in (0, threading.get_ident()) and state.rank.taking is prepare:
+                if (left := until - time.monotonic()) <= 0:
+                    raise CommitError(
+                        f"{state.who}: another thread has been committing version {prepare.version} for "
+                        f"{APPLY_TIMEOUT_S:.0f} s; look at that thread's stack"
+                    )
+                state.changed.wait(left)
+            rank = state.rank
+            if rank.pending is prepare:
                 return False  # still pending, or an interrupted report is missing
-            if self._failed[0] == prepare.swap:
-                raise CommitError(self._failed[1])
-            return state.taken == prepare.swap
+            if isinstance(rank.last, local.CommitFailed) and rank.last.swap == prepare.swap:
+                raise CommitError(rank.last.reason)
+            return rank.taken == prepare.swap
 
     def _to_its_end(self, prepare: local.PrepareCommit, started: float) -> None:
         try:
@@ -137,121 +172,210 @@ class TakeOver:
         except Exception:
             raise
         except BaseException:
-            # once more, so that no swap waits for an engine that may never poll again: what is done is not repeated,
-            # and bytes may be copied again
+            # Finish the commit now: the engine may never poll again, and the swap would wait for it. Completed steps
+            # are skipped; bytes may be copied twice.
             with contextlib.suppress(RefitdError):
                 self._take_over(prepare, started, is_last=True)
             raise
 
     def _take_over(self, prepare: local.PrepareCommit, started: float, *, is_last: bool = False) -> None:
-        """Commit and report; report a failure. An interrupted call may be repeated; the last must report."""
+        """Commit and report the result. A call that was interrupted may be repeated; the last call must report."""
         state = self._state
         try:
-            if self._failed[0] == prepare.swap:
-                raise CommitError(self._failed[1])
-            if state.taken != prepare.swap:
-                state.version = None  # while they are written, the tensors hold neither version
+            last = state.rank.last
+            if state.rank.step is RankStep.FAILED and isinstance(last, local.CommitFailed):
+                raise CommitError(last.reason)  # its report is missing
+            if state.rank.step is not RankStep.LIVE:
+                state.step(WriteBegan())
                 exchanged = self._write(prepare)
                 state.last_pause_s = time.perf_counter() - started
-                state.exchanged = exchanged  # before `taken`: a repeated decision is answered with it
                 state.steps.flipped()
-                state.taken = prepare.swap
+                self._owners.committed(prepare.beside)  # before this rank's version is set
+                state.step(Written(state.last_pause_s, exchanged))
         except BaseException as exc:
             if not (is_last or isinstance(exc, Exception)):
                 raise
-            reason = str(exc) if isinstance(exc, Exception) else f"it was interrupted twice: {exc!r}"
-            self._failed = prepare.swap, reason  # the tensors may hold parts of two versions: no version is set
-            _log.error("swap=%s member=%s version=%s failed: %s", prepare.swap, state.member, prepare.version, reason)
-            exchanged = state.flipped == prepare.swap
-            self._say(prepare, local.CommitFailed(prepare.swap, state.member, reason, exchanged=exchanged))
+            if not state.rank.owes_report:
+                reason = str(exc) if isinstance(exc, Exception) else f"it was interrupted twice: {exc!r}"
+                _log.error(
+                    "swap=%s member=%s version=%s failed: %s", prepare.swap, state.rank.member, prepare.version, reason
+                )
+                state.step(WriteFailed(reason))
+            self._report()
             if isinstance(exc, CommitError):
                 raise
-            raise CommitError(f"version {prepare.version} could not be taken over: {reason}") from exc
+            raise CommitError(f"version {prepare.version} could not be taken over: {exc}") from exc
         _log.info(
             "swap=%s member=%s version=%s committed paused_s=%.4f",
             prepare.swap,
-            state.member,
+            state.rank.member,
             prepare.version,
             state.last_pause_s,
         )
-        # report before setting the version: a thread that waits for it may end the process as soon as it is live
-        state.fenced = ""
-        try:
-            self._say(prepare, local.CommitDone(prepare.swap, state.member, state.last_pause_s, state.exchanged))
-        finally:
-            with state.lock:
-                state.version, state.run = prepare.version, prepare.run
-                state.changed.notify_all()
+        self._report()
 
     def _write(self, prepare: local.PrepareCommit) -> bool:
-        """Make what is staged live; return whether that exchanged the arenas."""
+        """Make the staged version live; return whether this exchanged the arenas."""
         exchanged = False
         if not prepare.flips or prepare.swap != self._looked_at or time.monotonic() > self._looked_until:
             self._tensors.check_unmoved(is_described=True)
         self._tensors.settle()  # kernels may still read the old version on a GPU
         if prepare.flips:
             exchanged = self._flip(prepare.swap)
-        elif prepare.by_worker:
-            self._let_worker_write(prepare)
         elif not prepare.in_place:
             if self.staging is None:
                 raise CommitError("this target has been closed")
-            self._tensors.read_from(self.staging)
+            self._tensors.copy(self.staging, into_arena=False)
             self._tensors.settle()
         self._tensors.refresh()
-        if not prepare.flips:  # an exchange takes no time in which tensors could move
+        if not prepare.flips:  # an exchange is too short for tensors to move during it
             self._tensors.check_unmoved("during the commit")
         return exchanged
 
     def _flip(self, swap: str) -> bool:
-        """Make what is staged live; return whether the arenas were exchanged."""
+        """Exchange the live and the staging arena once for each swap; return whether they are exchanged."""
         pair, state = self.pair, self._state
         if pair is None:
             raise CommitError("this target has been closed")
-        if state.flipped != swap:  # a commit that was interrupted afterwards is repeated, its exchange must not be
+        if state.rank.flipped != swap:  # an interrupted commit is repeated, but its exchange must not be
             before = pair.exchanges
             try:
                 pair.flip()
             finally:
                 if pair.exchanges != before:
-                    state.flipped = swap
-        with state.lock:
-            state.is_estranged |= state.is_evicted and state.flipped == swap
-        return state.flipped == swap
+                    state.step(Exchanged())
+        return state.rank.flipped == swap
 
-    def _let_worker_write(self, prepare: local.PrepareCommit) -> None:
-        state = self._state
-        state.tell(local.CommitQuiet(swap=prepare.swap, member=state.member))
-
-        def is_told() -> bool:
-            mine = state.applied is not None and state.applied.swap == prepare.swap
-            return mine or state.failure is not None or bool(state.away) or state.closed
-
-        with state.lock:
-            done = state.changed.wait_for(is_told, APPLY_TIMEOUT_S)
-        if not done:
-            raise CommitError(f"the worker did not write the live tensors within {APPLY_TIMEOUT_S:.0f} s")
-        if state.closed:
-            raise CommitError("this target has been closed")
-        if state.applied is None or state.applied.swap != prepare.swap:
-            state.check_connected()
-            raise CommitError(f"its tensors may hold parts of two versions: {state.away}")
-        if state.applied.reason:
-            raise CommitError(state.applied.reason)
-
-    def _say(self, prepare: local.PrepareCommit, outcome: local.CommitDone | local.CommitFailed) -> None:
-        """Report how a commit has ended. If that is interrupted, it stays pending, and the next poll only reports."""
-        self._state.ended = prepare.swap
+    def _report(self) -> None:
+        """Report a commit's result. If interrupted, the commit stays pending, and the next poll only reports."""
+        state, last = self._state, self._state.rank.last
+        assert last is not None
         try:
-            self._state.tell(outcome)
+            state.tell(last)
         except Exception:
-            self._settle(prepare)
+            state.step(Reported())
             raise
-        self._settle(prepare)
+        state.step(Reported())
 
-    def _settle(self, prepare: local.PrepareCommit) -> None:
-        state = self._state
-        with state.lock:
-            if state.prepare is prepare:  # the next may be there already
-                state.prepare = None
-            state.changed.notify_all()
+
+def flip_obstacle(
+    tensors: TargetTensors, places: tuple[Place, ...], contents: Mapping[int, Contents], device: int | None
+) -> str:
+    """Return why versions of these tensors cannot be committed by exchanging arenas; "" if they can.
+
+    An exchange replaces the whole arena, so every tensor in the arena must be registered. `device` is the device of
+    the staging arena; None: the device of the tensors.
+    """
+    numbers = sorted({place.arena for place in places})
+    if not places:
+        return "its tensors do not lie in memory of client.allocate() or client.adopt()"
+    if len(numbers) > 1:
+        return f"its tensors lie in {len(numbers)} arenas; allocate all of them with one call"
+    made = {index for conversion in tensors.conversions for index in conversion.held}
+    if scattered := [tensors.held[index].name for index in sorted(made) if not tensors.tensors[index].is_contiguous()]:
+        return f"{scattered[0]} is made by a conversion (MXFP8) and is not contiguous"
+    if device is not None and any(gpu_of(tensor) != device for tensor in tensors.tensors if tensor.numel()):
+        return "its staging arena is wanted on another device"
+    there = contents.get(numbers[0], {})
+    names, begins = list(there), np.array([offset for offset, _ in there.values()], np.int64)
+    order = np.argsort(begins)
+    # equal tensors count once; all others share no elements, so their sizes add up
+    held = {
+        (place.offset, place.strides, tuple(tensor.shape)): tensor.numel() * tensor.element_size()
+        for place, tensor in zip(places, tensors.tensors, strict=True)
+    }
+    starts, sizes = np.array([offset for offset, *_ in held], np.int64), np.array([*held.values()], np.int64)
+    which = np.searchsorted(begins[order], starts, side="right") - 1
+    found = np.bincount(which[which >= 0], weights=sizes[which >= 0], minlength=len(names))
+    wanted = np.array([nbytes for _, nbytes in there.values()], np.int64)[order]
+    for index in np.flatnonzero(found < wanted)[:1].tolist():
+        return f"{names[order[index]]} lies in the same arena, and is not registered, or not all of it"
+    return ""
+
+
+class ArenaPair:
+    """A target's live arena and its staging arena, mapped in this process."""
+
+    def __init__(self, live: Home, staging: Arena) -> None:
+        """Pair two arenas of one size on one device; raises ArenaError if the kernel refuses to map."""
+        self._live = live
+        self._staging = staging
+        self._windows: WindowPair | None = None
+        if isinstance(live, WindowedArena):
+            assert isinstance(staging, MappedArena)
+            self._windows = WindowPair(live, staging)
+
+    @property
+    def exchanges(self) -> int:
+        """The number of exchanges so far."""
+        if self._windows is not None:
+            return self._windows.exchanges
+        assert not isinstance(self._live, WindowedArena)
+        return self._live.exchanges
+
+    @property
+    def staging(self) -> tuple[int, int]:
+        """The (address, bytes) at which this process maps the whole staging arena; (0, 0) on a GPU."""
+        if self._windows is not None:
+            return self._windows.staging_address, self._staging.nbytes
+        return (0, 0) if isinstance(self._staging, MappedDeviceArena) else (self._staging.address, self._staging.nbytes)
+
+    def flip(self) -> None:
+        """Make the staged version live: exchange the arenas, or copy the bytes if arenas in main memory refuse.
+
+        Raises:
+            CommitError: the exchange failed half way; do not serve any version.
+        """
+        live, staging = self._live, self._staging
+        try:
+            if self._windows is not None:
+                self._windows.exchange()
+            elif isinstance(live, MappedArena) and isinstance(staging, MappedArena):
+                live.exchange(staging)
+            else:
+                assert isinstance(live, MappedDeviceArena) and isinstance(staging, MappedDeviceArena)
+                live.exchange(staging)
+        except ArenaError as exc:
+            if isinstance(live, MappedDeviceArena):
+                raise CommitError(f"the arenas on GPU {live.device} could not be exchanged: {exc}") from exc
+            _log.warning("%s; the version is copied", exc)
+            self._copy()
+
+    def restore(self, moved: Sequence[tuple[int, int, int]] = ()) -> None:
+        """Copy a predecessor's version from the staging arena into the live one, and compare the two.
+
+        Args:
+            moved: (offset, offset in the staging arena, bytes) of each tensor; empty if no offset has changed.
+
+        Raises:
+            CommitError: the arenas differ after the copy, or offsets have changed and the live arena has no windows.
+        """
+        if self._windows is not None:
+            differs = not self._windows.restore(moved)
+        elif moved:
+            raise CommitError(
+                "the restored weights have other offsets than this rank's tensors, and its arena has no windows to "
+                "move them; register again"
+            )
+        else:
+            self._copy()
+            differs = self._differs()
+        if differs:
+            raise CommitError("the live arena does not hold what was restored to it; something else writes to it")
+
+    def _differs(self) -> bool:
+        live, staging = self._live, self._staging
+        if isinstance(live, MappedArena) and isinstance(staging, MappedArena):
+            return bool(_libc.memcmp(live.address, staging.address, live.nbytes))
+        assert isinstance(live, MappedDeviceArena) and isinstance(staging, MappedDeviceArena)
+        return not torch.equal(live.tensor, staging.tensor)
+
+    def _copy(self) -> None:
+        live, staging = self._live, self._staging
+        if self._windows is not None:
+            self._windows.copy()
+        elif isinstance(live, MappedArena) and isinstance(staging, MappedArena):
+            ctypes.memmove(live.address, staging.address, live.nbytes)
+        else:
+            assert isinstance(live, MappedDeviceArena) and isinstance(staging, MappedDeviceArena)
+            live.tensor.copy_(staging.tensor)

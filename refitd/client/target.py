@@ -10,39 +10,32 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 from msgspec import structs
 
 from refitd.buffers.permits import Permit
-from refitd.client.aio import awaitable
-from refitd.client.arguments import MAX_COUNT, flag, hook, seconds, whole
-from refitd.client.callbacks import Callbacks, Commit
-from refitd.client.commit_points import CommitPoints
-from refitd.client.commit_state import CommitState
+from refitd.client.arenas import Arena
+from refitd.client.arguments import MAX_COUNT, flag, seconds, whole
+from refitd.client.commit_state import CommitPoints, CommitState
 from refitd.client.connection import Connection
-from refitd.client.devices import Arena
-from refitd.client.flip import ArenaPair
-from refitd.client.mxfp8 import TargetTensors
-from refitd.client.ownership import Owned, own
+from refitd.client.ownership import Owned, SharedOwners, own
 from refitd.client.reconnect import Give, Line, renumbered
-from refitd.client.reentrant_lock import check_process
-from refitd.client.take_over import TakeOver
+from refitd.client.take_over import ArenaPair, TakeOver
+from refitd.client.target_tensors import TargetTensors
+from refitd.client.threads import awaitable, check_process
+from refitd.commit.rank_state import Bond, RankStep, Suspended, Woken
 from refitd.errors import RefitdError, RefusedError
 from refitd.protocol import local
 from refitd.protocol.base import Message
-from refitd.text import shown
-
-NOTHING_PENDING = -1
 
 _log = logging.getLogger("refitd.client")
 
-# How long closing a target waits for a commit on the callback's thread.
+# How long `close` waits for a commit on another thread.
 COMMIT_ENDS_S = 5.0
 
 
 class Target:
-    """A target: this rank's registered shard of one replica. Made by `Client.register_target`.
+    """A target: this rank's registered shard of one replica. Created by `Client.register_target`.
 
     One thread at a time may poll or wait; any thread may read `version`, `pending` and `last_pause_s`.
     """
@@ -53,138 +46,134 @@ class Target:
         connection: Connection,
         message: local.RegisterTarget,
         tensors: TargetTensors,
-        registered: local.TargetRegistered,
+        registered: local.Registered,
         staging: Arena | None,
         permit: Permit | None,
-        on_commit: Callable[[Commit], object] | None,
-        on_pause: Callable[[int], object] | None = None,
-        on_resume: Callable[[int | None], object] | None = None,
-        agree: Callable[[int], int] | None = None,
         closed: Callable[[Target], object] = lambda target: None,
         pair: ArenaPair | None = None,
         shared: Mapping[str, Owned] = MappingProxyType({}),
     ) -> None:
         """`closed` is called when the target is closed; `pair` holds the arenas of a target that flips.
 
-        `shared` has, by name, the registrations that write tensors which this target only uses.
+        This target only uses some tensors; `shared` maps their names to the registrations that write them.
         """
         self.model = message.model
         self.replica = message.replica
         self.flips = pair is not None
-        self._agree = agree
         self._line = line
         self._message = message
         self._told = closed
         self._tensors = tensors
         self._shared = shared
         self._state = state = CommitState(connection, message, registered, permit)
-        self._take_over = TakeOver(state, tensors, staging, pair)
-        self._is_called_back = on_pause is not None or on_commit is not None
-        self._points = CommitPoints(state, is_called_back=self._is_called_back)
+        self._is_estranged = False  # it was closed while the daemon may not have known of an exchange
+        self._owners = SharedOwners(shared)
+        self._take_over = TakeOver(state, tensors, staging, pair, self._owners)
+        self._points = CommitPoints(state)
         connection.listen(self.member, self._notified)
         own(self)
-        if self._is_called_back:
-            Callbacks(state, self._take_over, on_commit, on_pause, on_resume)
 
     @property
     def member(self) -> str:
-        """The id that the daemon gave it; another one after a daemon's restart."""
-        return self._state.member
+        """The id that the daemon assigned to this target; it changes when the daemon restarts."""
+        return self._state.rank.member
 
     @property
     def version(self) -> int | None:
-        """The version that the tensors hold and the engine may serve; None: serve nothing.
+        """The version in the tensors that the engine may serve; None: the engine must not serve.
 
-        It is None before the first version, during a commit, after a failed commit, while `fenced`, once closed, and in
-        forked children. It costs one read of shared memory: read it whenever it matters.
+        It is None before the first version, during a commit, after a failed commit, while `fenced`, after `close`, and
+        in forked children. With `shared` tensors it is also None until their owner has committed the version that was
+        decided together with this one. It costs one read of shared memory, so read it whenever you need it.
         """
-        return self._state.serves()
+        version = self._state.serves()
+        return None if version is None or self._owners.obstacle() else version
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether staging writes the live tensors directly."""
+        return self._message.in_place
+
+    def serving(self) -> tuple[int | None, str]:
+        """Return the served version and the source's incarnation; (None, "") if no version is served."""
+        run, version = self._state.rank.run, self._state.serves()
+        return (None, "") if version is None else (version, run)
 
     @property
     def fenced(self) -> str:
-        """Why this rank must not serve the version that it holds; "" if it may, or holds none."""
-        return self._state.obstacle()
+        """Why this rank must not serve the version in its tensors; "" if it may, or if there is no version."""
+        own = self._state.obstacle()
+        return own or ("" if self._state.rank.version is None else self._owners.obstacle())
 
     @property
     def error(self) -> RefitdError | None:
-        """Why a callback's commit failed last, or the loss of the daemon; None if nothing has failed."""
+        """The daemon's loss, or the abort that left parts of two versions in the tensors; None if neither occurred."""
         return self._state.error
 
     @property
     def last_pause_s(self) -> float:
-        """How long the engine stood still for its last commit, in seconds."""
+        """How long the engine paused for its last commit, in seconds."""
         return self._state.last_pause_s
 
     @property
     def is_estranged(self) -> bool:
-        """Whether its live arena may show another file in this process than in the daemon."""
-        return self._state.is_estranged
+        """Whether this process and the daemon may disagree about which file is the live arena."""
+        return self._is_estranged or self._state.rank.is_estranged
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The names of the tensors that keep this engine's own values and that no version has; see `keeps`."""
+        """The names of the tensors that keep this engine's own values and are in no version; see `keeps`."""
         return tuple(one.name for one in self._tensors.kept_here())
 
     @property
     def pending(self) -> int | None:
-        """The decided version that waits for this rank's commit point; None if none does, and in forked children."""
-        prepare = self._state.prepare
+        """The decided version that waits for this rank's commit point; None without one, and in forked children."""
+        prepare = self._state.rank.pending
         return None if prepare is None or os.getpid() != self._state.pid else prepare.version
 
-    def poll(
-        self, agree: Callable[[int], int] | None = None, *, step: int | None = None, begin: bool = True
-    ) -> int | None:
+    def poll(self, *, step: int | None = None, begin: bool = True) -> int | None:
         """Offer a commit point: commit a pending version in place and return it; return None if none was committed.
 
-        All ranks of a replica commit before the same step, which they find in one of three ways:
+        All ranks of a replica without a controller commit before the same step:
 
-        - `step`: the engine's own step counter, which only goes up and is the same on all ranks. An idle engine may
-          poll before its next step any number of times with `begin=False`; that step must not begin before `poll`
-          returns.
-        - Without `step`, polls are counted from the last version that the ranks committed together: call `poll` equally
-          often on all ranks. In a new replica, or after a rank has returned, each rank waits in its poll until all are
-          in one, and they count from there.
-        - `agree`, for ranks not in lockstep: called at every poll with this rank's pending version (-1: none), it
-          returns the value that all ranks agree on, for instance an all_reduce MIN. The rank commits if that is its
-          pending version.
+        - With `step`, the engine numbers its steps. The number only goes up, and is the same on all ranks. An idle
+          engine may poll any number of times before its next step with `begin=False`. It must not begin that step
+          before `poll` returns.
+        - Without `step`, polls are counted from the last version that the ranks committed together. Call `poll` equally
+          often on all ranks. In a new replica, or after a rank has returned, each rank waits in its poll until all
+          ranks are polling. They count from there.
 
-        Without `agree`, the first poll with a pending version waits to learn the other ranks' steps, which takes about
-        two messages. With `on_pause` or `on_commit`, that thread commits, and polls never do.
+        The first poll with a pending version waits to learn the other ranks' steps, which takes about two messages. In
+        a replica with a controller, the controller's `commit` hook calls `poll` on every rank.
 
-        An interrupt (Ctrl-C) while a version is taken over is raised once that has ended: the version is live, or the
-        swap knows that this rank has failed.
-
-        If another thread is committing the pending version (a cancelled `wait_async`, say), it ends first, and its
-        result is returned or raised.
+        An interrupt (Ctrl-C) during a commit is raised when the commit has ended: either the version is live, or the
+        swap knows that this rank has failed. If another thread is committing the pending version (for example a
+        cancelled `wait_async`), `poll` waits for it, and returns or raises its result.
 
         Raises:
             CommitError: the commit failed; this rank then serves no version.
-            PeerLost: the daemon has ended (the tensors keep their version), and the client does not reconnect.
+            PeerLost: the daemon has ended, and the client does not reconnect. The tensors keep their version.
             RefusedError: `step` went down; or the caller is a signal handler that interrupted a commit, or a forked
                 child.
         """
         state = self._state
-        if agree is None and begin is True and self._agree is None and (step is None or type(step) is int):
-            # nothing pending, which is the case between almost any two tokens: as little as possible
+        if begin is True and (step is None or type(step) is int):
+            # an idle poll, the most frequent one, only increments a counter
             with state.lock:
-                if state.prepare is None and state.failure is None and (step is None or 0 <= step <= MAX_COUNT):
+                if (
+                    state.rank.pending is None
+                    and state.rank.failure is None
+                    and (step is None or 0 <= step <= MAX_COUNT)
+                ):
                     check_process(state.pid)
                     state.steps.count(step)
                     return None
         check_process(state.pid)
-        hook("agree", agree)
         step = None if step is None else whole("step", step)
         if not flag("begin", begin) and step is None:
             raise RefusedError("begin is False, and no step is given that does not begin; pass step=")
-        agree = self._agree if agree is None else agree
-        if agree is None:
-            prepare = self._points.polled(step, begin=begin)
-        else:
-            prepare = state.prepare
-            agreed = _agreed(agree(NOTHING_PENDING if prepare is None else prepare.version))
-            if prepare is not None and agreed != prepare.version and prepare.swap != state.ended:
-                prepare = None
-        if prepare is None or self._is_called_back:  # the callback's thread commits, and may be doing so
+        prepare = self._points.polled(step, begin=begin)
+        if prepare is None:
             state.check_connected()
             return None
         if self._take_over.ends_elsewhere(prepare):
@@ -192,7 +181,7 @@ class Target:
         return self._take_over.apply(prepare)
 
     def wait(self, version: int, timeout: float = 60.0) -> int:
-        """Block until `version` or a newer one is live here, committing meanwhile; return the live version.
+        """Block until `version` or a newer one is live here; commit pending versions; return the live version.
 
         Raises:
             RefusedError: `version` or `timeout` is not a valid number, or this target is closed.
@@ -202,25 +191,25 @@ class Target:
         return self._wait(version, timeout, threading.Event())
 
     def _wait(self, version: int, timeout: float, given_up: threading.Event) -> int:
-        """Do as `wait`; commit nothing any more once `given_up` is set, which needs the lock."""
+        """Do as `wait`, but stop committing when `given_up` is set. Set it under the lock."""
         check_process(self._state.pid)
         version, timeout = whole("version", version), seconds("timeout", timeout)
         deadline = time.monotonic() + timeout
         while not isinstance(found := self._points.waited(version, timeout, deadline, given_up), int):
-            self._take_over.apply(found, given_up=given_up)
+            self._take_over.apply(found, given_up)
         return found
 
     _waiting = awaitable(_wait)
 
     async def wait_async(self, version: int, timeout: float = 60.0) -> int:
-        """Do as `wait`, and let the event loop run meanwhile. Once it is cancelled, it commits nothing any more."""
+        """Do as `wait` without blocking the event loop. After it is cancelled, it commits no version."""
         given_up = threading.Event()
         waiting = asyncio.ensure_future(self._waiting(version, timeout, given_up))
         try:
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:
             self._give_up(given_up)
-            while not waiting.done():  # a commit that has begun ends first, also if this is cancelled once more
+            while not waiting.done():  # let a commit that has begun end first, even if this is cancelled again
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([waiting])
             if not waiting.cancelled():
@@ -235,15 +224,14 @@ class Target:
             self._state.changed.notify_all()
 
     def suspend(self, timeout: float = 10.0) -> None:
-        """Put this rank to sleep: its tensors may then be offloaded, discarded or unmapped until `resume`.
+        """Suspend this rank: its tensors may be offloaded, discarded or unmapped until `resume`.
 
-        `version` is None meanwhile, and swaps leave the whole replica out; their reports name it. A swap of it that is
-        not decided yet aborts. Call it at a commit point, on every rank that sleeps.
+        While a rank is suspended, its `version` is None. Swaps skip the whole replica, and their reports name it. If a
+        swap of the replica is not decided yet, it aborts. Call this at a commit point, on every rank to suspend.
 
         Raises:
-            RefusedError: a version is decided and waits for this rank: take it over first (`poll`); or the target is
-                closed.
-            DeadlineExceeded, PeerLost: the coordinator or the daemon does not answer; nothing has changed.
+            RefusedError: a decided version waits for this rank: commit it first (`poll`); or the target is closed.
+            DeadlineExceeded, PeerLost: the coordinator or the daemon does not answer; the rank is not suspended.
         """
         state = self._state
         check_process(state.pid)
@@ -251,23 +239,25 @@ class Target:
         connection = self._line.steady(timeout)
         state.check_open()
         with state.lock:
-            if state.prepare is not None or state.taking is not None:
+            if state.rank.pending is not None or state.taker or state.rank.step is not RankStep.IDLE:
                 raise RefusedError(
                     f"{state.who}: version {self.pending} is decided and waits for "
                     "this rank; take it over first (poll or wait), then suspend"
                 )
         connection.request(local.Suspend(member=self.member), local.Done, timeout)
         with self._take_over.checks.committing():  # waits for a check that reads the tensors
-            self._take_over.checks.suspended = state.suspended = True
+            state.step(Suspended())
+            self._take_over.checks.suspended = True
 
     def resume(self, *, kept: bool = True, timeout: float = 10.0) -> int | None:
-        """Wake up: the tensors are back at their addresses. Return the version to serve, None if that must come first.
+        """End a suspension when the tensors are back at their addresses; return the version to serve, or None: not yet.
 
-        Without `kept` their contents are lost, and the rank serves nothing until the live version has been brought to
-        it. So it is if another version went live meanwhile. Both happen by themselves, at this rank's commit points.
+        If `kept` is False, the tensors' contents are lost. The rank then serves no version until it receives the live
+        version. This also applies if another version went live during the suspension. In both cases the rank receives
+        the version automatically, at its commit points.
 
         Raises:
-            CommitError: a tensor is not where it was at registration; close this target and register again.
+            CommitError: a tensor's address differs from registration; close this target and register again.
             RefusedError: the target is closed.
             DeadlineExceeded, PeerLost: the coordinator or the daemon does not answer; the rank stays suspended.
         """
@@ -277,53 +267,53 @@ class Target:
         connection = self._line.steady(timeout)
         state.check_open()
         self._tensors.check_unmoved(is_described=True)
-        wake = local.Wake(member=self.member, is_lost=not flag("kept", kept))
-        taken = state.taken
+        wake = local.Suspend(member=self.member, suspended=False, is_lost=not flag("kept", kept))
+        taken = state.rank.taken
         connection.request(wake, local.Done, timeout)
         with state.lock:
-            if not kept and state.taken == taken:  # a callback may have taken the live version over already
-                state.version = None
-            self._take_over.checks.suspended = state.suspended = False
-            state.changed.notify_all()
+            # another thread may have committed the live version already
+            state.step(Woken(is_lost=not kept and state.rank.taken == taken))
+            self._take_over.checks.suspended = False
         return self.version
 
     def close(self) -> None:
-        """End the registration. The tensors keep their values, but `version` becomes None: no swap reaches them."""
+        """End the registration. The tensors keep their values, but `version` becomes None: swaps skip this rank."""
         state = self._state
-        if state.closed:
+        if state.rank.bond is Bond.CLOSED:
             return
+        is_evicted = state.rank.bond is Bond.EVICTED
         self.release()
         try:
-            if not state.is_evicted:
-                state.is_estranged |= self.flips and state.taking is not None  # its commit did not end in time
+            if not is_evicted:
+                self._is_estranged |= self.flips and state.taker != 0  # the commit did not end in time
                 self._line.deregister(state.connection, self.member)
         except RefitdError:
-            state.is_estranged |= bool(state.flipped)  # evicted meanwhile: what the daemon knows is not certain
+            self._is_estranged |= bool(state.rank.flipped)  # evicted: the daemon may not know of the exchange
             raise
         finally:
             self._told(self)
 
     def owned(self) -> Owned | None:
-        """Return the memory that its commits write and what it keeps; None if it is registered no more."""
+        """Return the memory that its commits write and the tensors that it keeps; None if it is not registered."""
         return None if self._is_over() else self._owned()
 
     def claimed(self) -> Owned | None:
-        """Return the same as `owned`, also while a registration that is lost still says which version it serves."""
+        """Do as `owned`, but also return the memory of a lost registration that still serves a version."""
         return None if self._is_over() and self._state.serves() is None else self._owned()
 
     def _is_over(self) -> bool:
         state = self._state
-        is_ended = state.closed or state.failure is not None
+        is_ended = state.rank.bond not in (Bond.JOINED, Bond.AWAY)
         return is_ended or state.connection.is_foreign or (state.connection.is_lost and not state.connection.is_awaited)
 
     def _owned(self) -> Owned:
         state, m = self._state, self._message
         where = str(state.connection.directory)
-        return Owned(state.pid, where, m.model, m.replica, m.rank, self._tensors, self._shared)
+        return Owned(state.pid, where, m.model, m.replica, m.rank, self._tensors, self._shared, self)
 
     def forked(self) -> None:
-        """In a forked child: warn if its weights are shared with the parent, whose commits change them here."""
-        if not self._state.closed and self.arenas():
+        """In a forked child: warn if the weights are shared with the parent. The parent's commits change them here."""
+        if self._state.rank.bond is not Bond.CLOSED and self.arenas():
             _log.warning("member=%s %s", self.member, self._state.obstacle())
 
     def arenas(self) -> set[int]:
@@ -331,34 +321,34 @@ class Target:
         return {place.arena for place in self._tensors.arena_places}
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
-        """Take over the new numbers of arenas that have been given to another daemon."""
+        """Store the new numbers of arenas that were handed over to another daemon."""
         self._message = structs.replace(self._message, live=renumbered(self._message.live, numbers))
         self._tensors.arena_places = renumbered(self._tensors.arena_places, numbers)
 
     def register_again(self, connection: Connection, give: Give, timeout: float) -> None:
-        """Register over a new connection, with the version that the tensors hold and the same staging arena.
+        """Register over a new connection, with the version in the tensors and the same staging arena.
 
-        The coordinator confirms the version before the target may serve it. A commit under way ends first.
+        Wait first for a commit that has begun. The coordinator confirms the version before the target may serve it.
 
         Raises:
-            RefitdError: it is refused, or the daemon is gone again.
+            RefitdError: the daemon refuses, or is lost again.
         """
         state, take_over = self._state, self._take_over
         with take_over.checks.committing():
-            if state.closed or state.is_evicted:
+            if state.rank.bond in (Bond.CLOSED, Bond.EVICTED):
                 return
             given = take_over.give_staging(give)
             with state.lock:
                 message = structs.replace(
                     self._message,
-                    version=state.version,
-                    run=state.run,
+                    version=state.rank.version,
+                    run=state.rank.run,
                     given=given,
                     returns=True,
-                    suspended=state.suspended,
+                    suspended=state.rank.suspended,
                     timeout_s=timeout,
                 )
-            registered = connection.request(message, local.TargetRegistered, timeout)
+            registered = connection.request(message, local.Registered, timeout)
             if given is None and take_over.staging is not None:
                 take_over.staging = connection.map_arena(registered.staging, write=False)
             permit = Permit(connection.permit_page(), registered.permit_slot, registered.permit_token)
@@ -367,37 +357,20 @@ class Target:
         connection.listen(self.member, self._notified)
 
     def give_up(self, failure: local.Failure) -> None:
-        """Take note that it could not be registered again: it serves nothing, and polls raise the reason."""
+        """Note that registering again failed: the target serves no version, and polls raise the reason."""
         self._state.give_up(failure)
 
     def release(self) -> None:
-        """Drop the staging arena; nothing can be committed afterwards."""
+        """Drop the staging arena; later commits fail."""
         self._take_over.checks.let_commit_end(COMMIT_ENDS_S)
         self._state.close()
         self._take_over.release()
         self._state.connection.unlisten(self.member)
 
     def _notified(self, message: Message) -> None:
-        if isinstance(message, local.DigestLive | local.CompareLive):
+        if isinstance(message, local.CheckLive):
             self._take_over.checks.start(message)
             return
         if isinstance(message, local.PrepareCommit) and message.flips:
-            self._take_over.look_before(message)  # without the lock: the engine may poll meanwhile
+            self._take_over.look_before(message)  # not under the lock: the engine may poll during the check
         self._state.hear(message)
-
-
-def _agreed(value: Any) -> float:
-    """Return the result of `agree`, a number of Python, numpy or torch, as a Python number.
-
-    Raises:
-        RefusedError: it is not a number, so that no version would ever be committed.
-    """
-    try:
-        found = value.item() if hasattr(value, "item") else value
-        if isinstance(found, str | bytes) or found is None:
-            raise TypeError
-        return found if type(found) is int else float(found)
-    except Exception:
-        raise RefusedError(
-            f"agree returned {shown(value)}, expected the version that all ranks have pending ({NOTHING_PENDING}: none)"
-        ) from None

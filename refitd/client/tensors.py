@@ -1,4 +1,4 @@
-"""The tensors of one registration: describe them, find them in arenas, watch them for changes, copy them."""
+"""The tensors of one registration: describe them, find them in arenas, detect changes, copy them."""
 
 from __future__ import annotations
 
@@ -10,32 +10,29 @@ from typing import Any, NamedTuple
 import torch
 
 from refitd.buffers.layout import extent, packed_offsets
-from refitd.client.arena_copies import ArenaCopies, byte_strides, place_of, same_bytes
-from refitd.client.cuts import chunks_of, copied_cut, cut_of, laid_out
-from refitd.client.devices import Arena, Home, settle
+from refitd.client.arenas import Arena, ArenaCopies, Home, byte_strides, place_of, same_bytes, settle
 from refitd.client.given import (
+    NONE,
+    PLAIN_TYPES,
+    Keeps,
     Tensors,
     checked_tensors,
+    chunks_of,
+    copied_cuts,
+    cuts_of,
     described_again,
     described_dict,
-    difference,
     held_here,
+    kept_tensor,
+    laid_out,
     matched_metadata,
     mismatch,
     problem_of,
     refuse_all,
 )
-from refitd.client.kept import NONE, Keeps, kept_tensor
-from refitd.client.written_memory import one_of_each
-from refitd.copy_services.measure import Span
+from refitd.client.ownership import one_of_each
 from refitd.describe.layout import canonical_name
-from refitd.describe.memory import (
-    HOST,
-    extents,
-    gpu_of,
-    out_of_reach,
-    same_memory,
-)
+from refitd.describe.memory import HOST, extents, gpu_of, out_of_reach, same_memory
 from refitd.describe.metadata import ParameterMetadata, plain
 from refitd.describe.module import (
     describe_module,
@@ -43,16 +40,15 @@ from refitd.describe.module import (
     is_dtensor,
 )
 from refitd.describe.renames import Names, rename
-from refitd.errors import CommitError, PlanError, ProtocolError, RefusedError
+from refitd.errors import PlanError, ProtocolError, RefusedError
+from refitd.mxfp8.buffers import MXFP8Buffer, held_of, is_quantized
 from refitd.protocol.shards import KeptTensor, Place
-from refitd.text import shown
-from refitd.transforms.mxfp8_buffers import MXFP8Buffer, held_of, is_quantized
 
 
 class Fingerprint(NamedTuple):
     """The properties of a tensor that must not change, because a CUDA graph may have captured it.
 
-    Every pause takes several of every tensor; making a named tuple takes a third of a dataclass's time.
+    Every pause takes several fingerprints of every tensor. A named tuple takes a third of a dataclass's time to create.
     """
 
     data_ptr: int
@@ -75,20 +71,38 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     )
 
 
+class Current(NamedTuple):
+    """The registered module or dict as it is now.
+
+    Attributes:
+        raw: its values by name, in the registered order.
+        named: the local tensors of `raw`.
+        captured: the live tensors, in the order of `TensorSet.names`.
+        changed: the index of the first of `captured` whose fingerprint has changed; None if none has.
+    """
+
+    raw: dict[str, Any]
+    named: dict[str, Any]
+    captured: list[torch.Tensor]
+    changed: int | None
+
+
 class TensorSet:
     """The tensors of one registration, in a fixed order, and their descriptions.
 
-    The registered module or dict is read again before every use: see `follow` and `check_unmoved`.
+    The registered module or dict is read again before every use: see `SourceTensors.follow` and
+    `TargetTensors.check_unmoved`.
 
     Attributes:
         metadata: one description per registered value; an MXFP8 value is described as its bfloat16 tensor.
         values: the registered values by name.
         quantized: the names of the MXFP8 values.
         names, tensors: all live tensors; an MXFP8 value has two, its data and its scales.
-        kept: what keeps its own values, or is left out. Nothing else here has it: it is neither copied nor watched.
+        kept: tensors that keep their own values or are skipped. They are not in the other attributes, and are neither
+            copied nor checked.
     """
 
-    # whether commits write the tensors; then two names for one memory must be one weight
+    # whether commits write the tensors; if so, two names for the same memory must be the same weight
     _writes = False
 
     def __init__(
@@ -101,7 +115,7 @@ class TensorSet:
         keeps: Keeps = NONE,
         names: Names | None = None,
     ) -> None:
-        """Describe a module, or take a dict with (or, for whole tensors, without) explicit metadata.
+        """Describe a module or a dict of tensors. A dict may omit the metadata if its tensors are not sharded.
 
         Raises:
             RefusedError: tensors and metadata disagree, or a tensor cannot be read (or written).
@@ -134,7 +148,7 @@ class TensorSet:
             raw = {name: value for name, value in raw.items() if name not in kept}
         self._raw = raw
         self._specs = {name: value._spec for name, value in raw.items() if is_dtensor(value)}
-        self._cuts = [copied_cut(cut_of(value)) for value in raw.values()]
+        self._cuts = copied_cuts(raw.values())
         named = {name: held_here(value) for name, value in raw.items()}
         self.values: dict[str, Any] = named
         self.quantized = frozenset(n for n, value in (*named.items(), *self._unwritten.items()) if is_quantized(value))
@@ -148,16 +162,16 @@ class TensorSet:
             "reading, say); clone the tensor"
             for i in out_of_reach(lies, write=self._writes)
         )
-        self._settled: Sequence[torch.Tensor] = ()  # the tensors whose GPUs `_gpus` are
+        self._settled: Sequence[torch.Tensor] = ()  # `_gpus` was computed from these tensors
         self._gpus: set[int] = set()
         self.arena_places: tuple[Place, ...] = ()  # set by the client that knows the arenas
         self._fingerprints = [fingerprint(tensor) for tensor in self._captured(named)]
         self.offsets, self.packed_bytes = packed_offsets([t.numel() * t.element_size() for t in self.tensors])
 
     def places(self, arenas: Mapping[int, Home]) -> tuple[Place, ...]:
-        """Return every tensor's place in the arenas; () unless all lie in arenas. Empty tensors fit anywhere.
+        """Return every tensor's place in the arenas; () unless all are in arenas. Empty tensors fit anywhere.
 
-        A set of only empty tensors has no place: its arena would be one of other registrations.
+        A set of only empty tensors gets (), because it would otherwise use another registration's arena.
         """
         found: list[Place | None] = []
         for tensor in self.tensors:
@@ -177,7 +191,7 @@ class TensorSet:
         """Return each tensor's (offset in its arena, offset in `content`, bytes); [] if `content` is empty.
 
         Raises:
-            ProtocolError: there is not one offset for each tensor, or one lies outside the `nbytes` of the arena.
+            ProtocolError: the number of offsets and of tensors differ, or a tensor exceeds the arena's `nbytes`.
         """
         if not content:
             return []
@@ -192,127 +206,8 @@ class TensorSet:
             )
         return found
 
-    def addresses(self) -> tuple[int, ...]:
-        """Return each tensor's start address in this process.
-
-        Raises:
-            RefusedError: a tensor is not contiguous CPU memory, so that other processes cannot read it in place.
-        """
-        for name, tensor in zip(self.names, self.tensors, strict=True):
-            if tensor.device.type != "cpu" or gpu_of(tensor) != HOST or not tensor.is_contiguous():
-                raise RefusedError(
-                    f"{name}: only contiguous CPU tensors can be pulled (found {tensor.device}, strides "
-                    f"{tuple(tensor.stride())}); publish a snapshot instead"
-                )
-        return tuple(tensor.data_ptr() for tensor in self.tensors)
-
-    def spans(self) -> tuple[Span, ...]:
-        """Return each nonempty tensor's memory: (address, rows, bytes per row). Raises as `addresses`."""
-        found = []
-        for address, tensor in zip(self.addresses(), self.tensors, strict=True):
-            row = (tensor.shape[-1] if tensor.dim() > 1 else tensor.numel()) * tensor.element_size()
-            if row:
-                found.append((address, tensor.numel() * tensor.element_size() // row, row))
-        return tuple(found)
-
-    def check_unmoved(self, when: str = "since registration", *, is_described: bool = False) -> None:
-        """Raise CommitError if a registered tensor was replaced, moved or reshaped; `when` goes into the message.
-
-        With `is_described`, also if attributes or a DTensor's spec now say that a tensor is split differently.
-        """
-        try:
-            raw = self._read()
-            current = self._captured(self._named_again(raw))
-            index = self._first_changed(current)
-            if index is None and is_described:
-                self._check_specs(raw, self._specs)
-                if not self._is_cut_as_before(raw):
-                    # skip tensors that say nothing: one replaced another over the same memory and is written like it
-                    said = {name for name, value in raw.items() if any(each is not None for each in cut_of(value))}
-                    self._check_described(raw, said)
-        except RefusedError as exc:
-            raise CommitError(f"{exc}; it has changed {when}") from exc
-        if index is not None:
-            value: object = current[index]
-            is_tensor = isinstance(value, torch.Tensor) and not problem_of(value)
-            now = fingerprint(current[index]) if is_tensor else problem_of(value) or shown(value)
-            raise CommitError(
-                f"{self.names[index]}: its storage has changed {when} ({self._fingerprints[index]} is now {now}); keep "
-                "parameters in place, or register again"
-            )
-
-    def follow(self) -> bool:
-        """Adopt tensors that have replaced registered ones of the same description; return whether there were any.
-
-        The registered module or dict is read again. Replaced parameters and dict entries are published from now on.
-
-        Raises:
-            RefusedError: names, shapes, dtypes or layouts are not those registered, memory was freed, or a tensor has
-                left the arena that it is lent from. Names the tensor; nothing has changed.
-        """
-        raw = self._read()
-        named = self._named_again(raw)
-        replaced = [
-            name for name, old, new in zip(raw, self._raw.values(), raw.values(), strict=True) if new is not old
-        ]
-        captured = self._captured(named)
-        if self._first_changed(captured) is None and not replaced:
-            self._check_specs(raw, self._specs)
-            if not self._is_cut_as_before(raw):
-                self._check_described(raw)
-                self._cuts = [copied_cut(cut_of(value)) for value in raw.values()]
-            return False
-        for m in self.metadata:
-            problem = problem_of(raw[m.name]) or difference(m, named[m.name])
-            if problem:
-                was_cut, is_cut = m.name in self._specs, is_dtensor(raw[m.name])
-                todo = "register the source again"
-                if was_cut and not is_cut:
-                    todo = (
-                        "it was a DTensor, and is none now: where FSDP has gathered it (after a forward pass, the "
-                        "outermost module and those with reshard_after_forward=False), call reshard() on that module, "
-                        "which does not reshard those inside, before you publish"
-                    )
-                elif is_cut and not was_cut:
-                    todo = (
-                        "it is a DTensor, and was none then: where FSDP had gathered it (after a forward pass), call "
-                        "reshard() on that module, and register the source again"
-                    )
-                raise RefusedError(f"{m.name}: {problem}; it has changed since registration; {todo}")
-        self._check_specs(raw, {**dict.fromkeys(replaced), **self._specs})
-        # not if only memory has moved: describing 100,000 tensors takes as long as registering them
-        if replaced or not self._is_cut_as_before(raw):
-            self._check_described(raw)
-        self._check_one_memory(raw)
-        prints = [fingerprint(tensor) for tensor in captured]
-        names, tensors = self._live(named)
-        if self.arena_places:
-            for name, was, now in zip(names, self._fingerprints, prints, strict=True):
-                if was != now:
-                    raise RefusedError(
-                        f"{name}: it has left the arena that it is lent from ({was} is now {now}); write tensors of "
-                        "client.allocate() in place, or register the source again"
-                    )
-        lies = extents(tensors)
-        if unreadable := out_of_reach(lies, write=False):
-            raise RefusedError(f"{names[unreadable[0]]}: its memory cannot be read; register the source again")
-        self._raw, self.values, self.tensors = raw, named, tensors
-        self._fingerprints, self._copies = prints, None
-        self._cuts = [copied_cut(cut_of(value)) for value in raw.values()]
-        return True
-
-    def check_still(self, when: str) -> None:
-        """Raise RefusedError if a tensor was replaced, moved or freed since `follow`; `when` goes into the message."""
-        raw = self._read()
-        index = self._first_changed(self._captured(self._named_again(raw)))
-        if index is not None:
-            raise RefusedError(
-                f"{self.names[index]}: it was replaced, moved or freed {when}; publish between two changes of the "
-                "tensors, not beside them"
-            )
-
     def _read(self) -> dict[str, Any]:
-        """Return the current values of the registered module or dict; DTensors stay DTensors."""
+        """Return the current values of the registered module or dict; DTensors are not converted."""
         if isinstance(self._given, Mapping):
             try:
                 return dict(self._given)
@@ -321,17 +216,18 @@ class TensorSet:
                 raise RefusedError(f"module_or_tensors: this {kind} raised {type(exc).__name__} when read") from exc
         return get_refit_tensor_dict(self._given)
 
-    def _named_again(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return the local tensors of `raw`, after removing tied and kept names from it and restoring its order.
+    def _current(self) -> Current:
+        """Read the registered module or dict again, and compare its live tensors with their fingerprints.
 
-        The order differs if an entry was removed and added again under its name.
+        Tied and kept names are removed. The order is restored: it differs if an entry was removed and added again.
 
         Raises:
-            RefusedError: the names are not those registered, or a tied name no longer shares its memory.
+            RefusedError: the names differ from the registration, or a tied name no longer shares its memory.
         """
+        raw = self._read()
         if self._tied:
             for other, first in self._tied.items():
-                if other in raw and first in raw and not _is_same_memory(raw[other], raw[first]):
+                if other in raw and first in raw and not is_one_memory(raw[other], raw[first]):
                     raise RefusedError(f"{other}: it is no longer the memory of {first}, which it is tied to")
                 raw.pop(other, None)
         for one in self.kept:
@@ -344,17 +240,16 @@ class TensorSet:
                 )
             for name in self._raw:
                 raw[name] = raw.pop(name)
-        return {name: held_here(value) for name, value in raw.items()}
-
-    def _first_changed(self, current: Sequence[torch.Tensor]) -> int | None:
-        """Return the index of the first live tensor whose fingerprint has changed, None if there is none."""
-        if len(current) != len(self._fingerprints):
-            return 0
+        # most values have a plain type, which needs no call
+        named = {name: value if type(value) in PLAIN_TYPES else held_here(value) for name, value in raw.items()}
+        captured = self._captured(named) if self.quantized else list(named.values())
+        if len(captured) != len(self._fingerprints):
+            return Current(raw, named, captured, 0)
         index = 0
         try:
             # field by field, without making tuples: this loop dominates the check of 100,000 tensors
             for index, (tensor, (ptr, held, shape, strides, dtype, lazy)) in enumerate(
-                zip(current, self._fingerprints, strict=True)
+                zip(captured, self._fingerprints, strict=True)
             ):
                 if (
                     tensor.data_ptr() != ptr
@@ -364,14 +259,18 @@ class TensorSet:
                     or tensor.dtype is not dtype
                     or (tensor.is_neg() or tensor.is_conj()) is not lazy
                 ):
-                    return index
-        except Exception:  # not a tensor, or one without memory: the caller finds out which
-            return index
-        return None
+                    return Current(raw, named, captured, index)
+        except Exception:  # this value is not a tensor, or has no memory: the caller finds the reason
+            return Current(raw, named, captured, index)
+        return Current(raw, named, captured, None)
 
-    def _check_specs(self, raw: Mapping[str, Any], names: Mapping[str, Any]) -> None:
-        """Compare the meshes and placements of DTensors with those at registration."""
-        for name in names:
+    def _is_cut_as_before(self, raw: Mapping[str, Any], replaced: Sequence[str] = ()) -> bool:
+        """Return whether all cuts equal those at the last check. Must be fast: each check covers 100,000 tensors.
+
+        Raises:
+            RefusedError: a DTensor's mesh or placements differ from the registration, or one of `replaced` is now one.
+        """
+        for name in (*replaced, *self._specs):
             was, now = self._specs.get(name), getattr(raw[name], "_spec", None)
             if now is not was and now != was:
                 raise RefusedError(
@@ -379,11 +278,9 @@ class TensorSet:
                     f"{laid_out(now)}); keep the layout, or register again"
                 )
 
-    def _is_cut_as_before(self, raw: Mapping[str, Any]) -> bool:
-        """Return whether all cuts are as at the last look. It must be fast: it runs each time, for 100,000 tensors."""
         try:
-            return [cut_of(value) for value in raw.values()] == self._cuts
-        except Exception:  # arrays cannot be compared so; the caller compares descriptions instead
+            return cuts_of(raw.values()) == self._cuts
+        except Exception:  # `==` of arrays has no truth value; the caller compares descriptions instead
             return False
 
     def _check_described(self, raw: Mapping[str, Any], names: Container[str] | None = None) -> None:
@@ -408,7 +305,7 @@ class TensorSet:
             if names is not None and m.name not in names:
                 continue
             changed = [f.name for f in fields(m) if getattr(now, f.name) != getattr(m, f.name)]
-            # more shared memory is harmless, less is found by _check_one_memory; a target's tied names are in _tied
+            # more shared memory is harmless; _check_one_memory finds less; a target's tied names are in _tied
             if "aliases" in changed and (self._tied or set(m.aliases) - memory_names <= set(now.aliases)):
                 changed.remove("aliases")
             if changed:
@@ -418,24 +315,12 @@ class TensorSet:
                     "that replaces another needs its attributes; set them, or register again"
                 )
 
-    def _check_one_memory(self, raw: Mapping[str, Any]) -> None:
-        """Refuse names that were tied by their memory and no longer share it: targets hold one value for them."""
-        for first, *others in self._one_memory:
-            for other in others:
-                if not _is_same_memory(raw[first], raw[other]):
-                    raise RefusedError(
-                        f"{other}: it is no longer the memory of {first}, which it was tied to at registration; keep "
-                        "them tied, or register the source again"
-                    )
-
     def _renamed(self, metas: list[ParameterMetadata]) -> list[ParameterMetadata]:
         names = self._canonical_names
         return metas if names is None else rename(metas, names, is_target=self._writes)
 
     def _captured(self, named: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the original tensors in the order of `names`; `self.tensors` holds views of them."""
-        if not self.quantized:
-            return list(named.values())
         found: list[torch.Tensor] = []
         for name, value in named.items():
             if name not in self.quantized:
@@ -465,22 +350,15 @@ class TensorSet:
     def settle(self) -> None:
         """Wait until the tensors' GPUs have finished this process's work."""
         if self._settled is not self.tensors:
-            self._settled, self._gpus = self.tensors, {gpu_of(tensor) for tensor in self.tensors}
+            self._settled, self._gpus = self.tensors, {gpu_of(tensor) for tensor in self.tensors} - {HOST}
         for gpu in self._gpus:
             settle(gpu)
 
-    def write_to(self, arena: Arena) -> None:
-        """Copy every tensor into an arena in refitd's layout; call `follow` first."""
-        self._known_copies().perform(arena, into_arena=True)
-
-    def read_from(self, arena: Arena) -> None:
-        """Copy every tensor out of an arena in refitd's layout, in place; call `check_unmoved` first."""
-        self._known_copies().perform(arena, into_arena=False)
-
-    def _known_copies(self) -> ArenaCopies:
+    def copy(self, arena: Arena, *, into_arena: bool) -> None:
+        """Copy every tensor into an arena in refitd's layout, or out of it; check first that no tensor has moved."""
         if self._copies is None:
             self._copies = ArenaCopies(*self._moved())
-        return self._copies
+        self._copies.perform(arena, into_arena=into_arena)
 
     def _moved(self) -> tuple[Sequence[torch.Tensor], Sequence[int]]:
         """Return the tensors that are copied unconverted, and their offsets in an arena."""
@@ -494,5 +372,6 @@ class TensorSet:
         return None
 
 
-def _is_same_memory(one: Any, other: Any) -> bool:
+def is_one_memory(one: Any, other: Any) -> bool:
+    """Return whether two registered values are the same memory, with the same shape, strides and dtype."""
     return same_memory(held_here(one), held_here(other))

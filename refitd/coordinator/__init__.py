@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def run(config: Config, *, with_parent: bool = False) -> int:
-    """Run the coordinator until it is told to stop; returns the exit status."""
+    """Run the coordinator until a signal stops it; returns the exit status."""
     from refitd.coordinator.main import run as run_coordinator
 
     return run_coordinator(config, with_parent=with_parent)

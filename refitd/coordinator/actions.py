@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from msgspec import Struct
 
+from refitd.clusters import ClusterSpeeds
+from refitd.coordinator.descriptions import ShardRead
+from refitd.coordinator.journals.base import Drain, Recovered, SwapRecord
 from refitd.coordinator.plans import LoadedPlan
-from refitd.coordinator.records import Drain, Recovered, SwapRecord
-from refitd.coordinator.rosters import ShardRead
-from refitd.describe.roster import Roster
+from refitd.describe.metadata import Roster
 from refitd.errors import RefitdError
 from refitd.events import Busy, Log, Tick
-from refitd.offline.clusters import ClusterSpeeds
+from refitd.plan.cost import Traffic
 from refitd.protocol import cluster
 from refitd.protocol.base import Message
 from refitd.protocol.roles import ANYONE, Allowed
+
+# A waiter for an answer: (connection of a daemon, number of its request).
+Waiter = tuple[bytes, int]
 
 # --- events -----------------------------------------------------------------------------------------------
 
@@ -32,7 +37,7 @@ class FromNode(Struct, frozen=True):
 
 
 class Planned(Struct, frozen=True):
-    """The plan requested with this ticket, or the error."""
+    """The plan requested with this ticket, or the error. The state copies the plan before it changes it."""
 
     ticket: int
     plan: LoadedPlan | None
@@ -40,28 +45,29 @@ class Planned(Struct, frozen=True):
 
 
 class JournalWritten(Struct, frozen=True):
-    """The decision about these swaps is durable (or `error` says why not)."""
+    """The decision about these swaps is durable, or `error` says why not."""
 
     swaps: tuple[str, ...]
     error: RefitdError | None = None
+    sequences: tuple[int, ...] = ()  # of the decisions in the journal, one for each swap; with an error none
 
 
 class FilesRead(Struct, frozen=True):
-    """The list of admitted keys and the cluster file were read again; `waiter` asked for it, if anybody did.
+    """The list of admitted keys and the cluster file were read again, for `waiter` if it is set.
 
     Each is None if this coordinator uses none.
     """
 
     allowed: Mapping[str, Allowed] | None
-    waiter: tuple[bytes, int] | None = None
+    waiter: Waiter | None = None
     cluster: ClusterSpeeds | None = None
 
 
 class DrainWritten(Struct, frozen=True):
-    """The journal has recorded this change of a drain; `waiter` asked for it, if anybody did."""
+    """The journal has recorded this change of a drain, for `waiter` if it is set."""
 
     drain: Drain
-    waiter: tuple[bytes, int] | None = None
+    waiter: Waiter | None = None
 
 
 Event = FromNode | Planned | JournalWritten | FilesRead | DrainWritten | Busy | Tick
@@ -79,18 +85,19 @@ class Send(Struct, frozen=True):
 
 
 class Answer(Struct, frozen=True):
-    """Send a daemon the result of `make`, which takes long: call it, and encode the result, on another thread."""
+    """Send a daemon a large report: complete it (`reports.completed`) and encode it on another thread."""
 
     identity: bytes
     request: int
-    make: Callable[[], Message]
+    report: Message
+    traffic: Traffic | None = None  # of a plan: the report lists it by parameter
 
 
 class MakePlan(Struct, frozen=True):
     """Make the plan, then feed Planned.
 
-    With `may_relay`, nodes may pass on to others what they have received, those of `last` after all others. `cluster`
-    says how fast their cables are; None: equally.
+    With `may_relay`, nodes may relay data to other nodes, and the nodes in `last` come last in each path. `cluster` has
+    the speeds of their cables; None: all are equal.
     """
 
     ticket: int
@@ -105,11 +112,6 @@ class Decide(Struct, frozen=True):
 
     records: tuple[SwapRecord, ...]
 
-    @property
-    def swaps(self) -> tuple[str, ...]:
-        """The ids of the swaps."""
-        return tuple(record.swap for record in self.records)
-
 
 class Remember(Struct, frozen=True):
     """Journal how a swap ended, with its report, or a live version that only daemons knew."""
@@ -121,13 +123,32 @@ class WriteDrain(Struct, frozen=True):
     """Journal a change of a drain, then feed DrainWritten; if it cannot be written, only answer that."""
 
     drain: Drain
-    waiter: tuple[bytes, int] | None = None
+    waiter: Waiter | None = None
 
 
 class ReadFiles(Struct, frozen=True):
     """Read admitted keys and the cluster file again, then feed FilesRead; if one cannot be used, only answer that."""
 
-    waiter: tuple[bytes, int]
+    waiter: Waiter
 
 
 Instruction = ReadFiles | WriteDrain | Send | Answer | MakePlan | Decide | Remember | Log
+
+
+@dataclass(slots=True)
+class Effects:
+    """The time of an event, and the effects of handling it.
+
+    Attributes:
+        now: the time, in seconds of a monotonic clock.
+        wall: the time, in seconds since the epoch.
+        effects: for the caller to perform, in this order.
+    """
+
+    now: float
+    wall: float
+    effects: list[Instruction] = field(default_factory=list, kw_only=True)
+
+    def log(self, event: str, **fields: object) -> None:
+        """Write a log line."""
+        self.effects.append(Log(event, fields))

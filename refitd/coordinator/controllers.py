@@ -1,271 +1,302 @@
 """Replica controllers: clients that pause, commit and resume an engine for all of its ranks, and their progress.
 
-A controller is a member of every swap of its replica: it is asked to pause before the decision, called once all ranks
-know of the decision, and resumed once none of them has the version pending any more. A controller that comes while
-ranks have a decided version pending begins with it at once.
+A controller is a member of every swap of its replica. It is asked to pause before the decision, is called once all
+ranks know of the decision, and resumes once no rank has the version pending. A controller that registers while ranks
+have a decided version pending begins with that version immediately.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal
 
-from refitd.coordinator import decision
-from refitd.coordinator.members import Controller, ControlStep, Member, Node
-from refitd.coordinator.membership import Membership
-from refitd.coordinator.models import Models
+from refitd.commit import decision
+from refitd.coordinator.fleet import Turn
+from refitd.coordinator.members import Controller, ControlStep, Member, Membership, Node, by_node
 from refitd.errors import RefusedError
-from refitd.protocol import control
-from refitd.protocol.base import Message
+from refitd.protocol import cluster, local
+from refitd.protocol.shards import VersionOf
 
 MAX_CONTROLLERS = 1 << 16
 
-# Retries of a failed commit hook while ranks still have the version pending, and the pause that each adds.
-COMMIT_AGAIN = 3
-COMMIT_PAUSE_S = 3.0
-
-# A controller whose swap is unknown waits this long for its replica's ranks; then it is told that they serve nothing.
+# A controller whose swap is unknown waits this long for its replica's ranks; then it resumes, and its engine serves no
+# version.
 RANKS_S = 15.0
 
-Step = Callable[[str, decision.Event, float], None]
+
+# --- registration -----------------------------------------------------------------------------------------
 
 
-class Controllers:
-    """All controllers. `step_swap(swap, event, now)` steps a running swap; `decided(swap)` returns (version, run)."""
+def add(turn: Turn, node: Node, added: local.RegisterController, membership: Membership) -> None:
+    """Register a controller.
 
-    def __init__(
-        self,
-        models: Models,
-        to_node: Callable[[str, Message], None],
-        step_swap: Step,
-        decided: Callable[[str], tuple[int, str] | None],
-        tell_staged: Callable[[Iterable[Member], str, int, str], None],
-        log: Callable[..., None],
-    ) -> None:
-        """`tell_staged(ranks, swap, version, run)` repeats a decision for ranks that a controller now calls."""
-        self._models = models
-        self._to_node = to_node
-        self._step_swap = step_swap
-        self._decided = decided
-        self._tell_staged = tell_staged
-        self._log = log
-        self._all: dict[str, Controller] = {}
+    Raises:
+        RefusedError: the replica has one already, or there are too many.
+    """
+    known = turn.fleet.controllers
+    if len(known) >= MAX_CONTROLLERS:
+        raise RefusedError(f"controller {added.member!r}: there are {MAX_CONTROLLERS} already, which is the limit")
+    there = membership.controllers.get(added.replica)
+    if added.member in known:
+        raise RefusedError(f"controller {added.member!r} is registered already, on {known[added.member].node}")
+    if there is not None:
+        raise RefusedError(
+            f"model {added.model!r} replica {added.replica!r} is controlled by pid {there.added.pid} on "
+            f"{there.host} already; close that controller first"
+        )
+    found = Controller(added, node.status.node, node.status.host, refuses=added.refuses)
+    membership.controllers[added.replica] = known[found.id] = found
+    turn.log("registered", model=added.model, member=found.id, who=found.describe(), bytes=0)
+    if added.busy:  # its engine is paused for a swap of an earlier coordinator
+        found.swap, found.step, found.due_at = added.busy, ControlStep.PAUSED, turn.now + RANKS_S
 
-    # --- registration -------------------------------------------------------------------------------------
 
-    def add(self, node: Node, added: control.AddController, membership: Membership, now: float) -> None:
-        """Register a controller.
+def remove(turn: Turn, member: str, node: str, reason: str) -> str | None:
+    """Forget a controller; return its model, None if it is not registered. Its undecided swap aborts."""
+    found = turn.fleet.controllers.get(member)
+    if found is None:
+        return None
+    _check_owner(found, node)
+    del turn.fleet.controllers[member]
+    model = found.added.model
+    turn.log("left", model=model, member=member, who=found.describe(), reason=reason)
+    state = turn.fleet.models[model]
+    if state.membership.controllers.get(found.added.replica) is found:
+        del state.membership.controllers[found.added.replica]
+    if state.running is not None and member in state.running.swap.names:
+        swap = state.running.swap.swap
+        # an engine may end in its commit hook: its ranks have committed then, and the controller has no more to do
+        is_done = found.is_decided and found.swap == swap and all(m.staged != swap for m in _ranks(turn, found))
+        outcome = decision.CommitReported(member, found.paused_s) if is_done else decision.MemberLost(member, reason)
+        turn.post(swap, outcome)
+    return model
 
-        Raises:
-            RefusedError: the replica has one already, or there are too many.
-        """
-        if len(self._all) >= MAX_CONTROLLERS:
-            raise RefusedError(f"controller {added.member!r}: there are {MAX_CONTROLLERS} already, which is the limit")
-        there = membership.controllers.get(added.replica)
-        if added.member in self._all:
-            raise RefusedError(f"controller {added.member!r} is registered already, on {self._all[added.member].node}")
-        if there is not None:
-            raise RefusedError(
-                f"model {added.model!r} replica {added.replica!r} is controlled by pid {there.added.pid} on "
-                f"{there.host} already; close that controller first"
-            )
-        found = Controller(added, node.status.node, node.status.host)
-        membership.controllers[added.replica] = self._all[found.id] = found
-        self._log("registered", model=added.model, member=found.id, who=found.describe(), bytes=0)
-        if added.busy:  # it stands still for a swap of an earlier coordinator
-            found.swap, found.step, found.due_at = added.busy, ControlStep.PAUSED, now + RANKS_S
 
-    def remove(self, member: str, node: str, reason: str, now: float) -> str | None:
-        """Forget a controller; return its model, None if there is none. Its undecided swap aborts."""
-        found = self._all.get(member)
-        if found is None:
-            return None
-        _check_owner(found, node)
-        del self._all[member]
-        model = found.added.model
-        self._log("left", model=model, member=member, who=found.describe(), reason=reason)
-        membership = self._models[model].membership
-        if membership.controllers.get(found.added.replica) is found:
-            del membership.controllers[found.added.replica]
-        state = self._models[model]
-        if state.running is not None and member in state.running.swap.names:
-            self._step_swap(state.running.swap.swap, decision.MemberLost(member, reason), now)
-        return model
+# --- a swap -----------------------------------------------------------------------------------------------
 
-    def on_node(self, node: str) -> list[str]:
-        """Return the ids of a node's controllers."""
-        return [found.id for found in self._all.values() if found.node == node]
 
-    def __contains__(self, member: str) -> bool:
-        """Whether this is a controller's id."""
-        return member in self._all
-
-    # --- a swap -------------------------------------------------------------------------------------------
-
-    def pause(self, swap: str, version: int, members: Iterable[str]) -> None:
-        """Ask controllers to let their engines stand still."""
-        for member in members:
-            found = self._all.get(member)
-            if found is not None:
-                self._enter(found, swap, version, is_decided=False)
-                self._ask_pause(found)
-
-    def decided(self, swap: decision.Swap) -> None:
-        """Note that a swap is decided; `ranks_changed` follows once its ranks are told."""
-        for found in [self._all[member] for member in sorted(swap.members) if member in self._all]:
-            if found.swap != swap.swap:  # it has no pause hook
-                self._enter(found, swap.swap, swap.version, is_decided=True)
-            found.is_decided, found.step, found.due_at = True, ControlStep.GATHERING, None
-
-    def controls(self, swap: str, member: Member) -> bool:
-        """Whether a controller calls this rank to commit this swap."""
-        found = self._of(member)
-        return found is not None and found.swap == swap and found.is_decided
-
-    def acked(self, swap: str, member: Member, now: float) -> None:
-        """Note that a rank knows of the decision."""
-        found = self._of(member)
-        if found is not None and found.swap == swap:
-            found.acked.add(member.id)
-            self._look(found, now)
-
-    def aborted(self, swap: str, now: float) -> None:
-        """Resume the engines that stand still for a swap that has been aborted."""
-        for found in self._all.values():
-            if found.swap == swap and found.step in (ControlStep.PAUSING, ControlStep.PAUSED):
-                self._resume(found, now)
-
-    def said(self, node: str, message: control.Controlled, now: float) -> None:
-        """Handle a controller's report that a hook has returned or failed."""
-        found = self._all.get(message.member)
-        if found is None or found.swap != message.swap:
-            return  # that swap is over
-        _check_owner(found, node)
-        found.paused_s = message.paused_s
-        if message.reason:
-            self._log("swap", swap=found.swap, phase="failed", member=found.id, reason=message.reason)
-        if message.what == "pause" and found.step is ControlStep.PAUSING:
-            self._paused(found, message.reason, now)
-        elif message.what == "commit" and found.step is ControlStep.COMMITTING:
-            if message.reason:
-                found.step, found.tries = ControlStep.FAILED, found.tries + 1
-                found.due_at = now + COMMIT_PAUSE_S * found.tries if found.tries <= COMMIT_AGAIN else None
-                self._step_swap(found.swap, decision.MemberFailed(found.id, message.reason), now)
-            else:
-                found.step = ControlStep.FINISHING
-            self._look(found, now)
-
-    def _paused(self, found: Controller, reason: str, now: float) -> None:
-        if not found.is_decided:
-            found.step = ControlStep.PAUSED
-            event = decision.MemberFailed(found.id, f"its pause hook failed: {reason}")
-            self._step_swap(found.swap, event if reason else decision.QuietReported(found.id), now)
-        elif reason:
-            found.step, found.tries = ControlStep.FAILED, found.tries + 1
-            found.due_at = now + COMMIT_PAUSE_S * found.tries if found.tries <= COMMIT_AGAIN else None
-        else:
-            self._gather(found, now)
-
-    # --- changes of ranks ---------------------------------------------------------------------------------
-
-    def ranks_changed(self, model: str, replica: str, now: float) -> None:
-        """Continue after a rank of this replica registered, committed, failed or left."""
-        state = self._models.get(model)
-        found = None if state is None else state.membership.controllers.get(replica)
+def pause(turn: Turn, swap: decision.Swap, members: Iterable[str]) -> None:
+    """Ask controllers to pause their engines."""
+    for member in members:
+        found = turn.fleet.controllers.get(member)
         if found is not None:
-            self._look(found, now)
+            found.enter(swap.swap, swap.version, is_decided=False)
+            found.step = ControlStep.PAUSING
+            _say(turn, found, "pause")
 
-    def _look(self, found: Controller, now: float) -> None:
-        ranks = self._ranks(found)
-        pending = [m for m in ranks if m.staged == found.swap and found.swap]
-        match found.step:
-            case ControlStep.FREE:
-                self._begin_late(found, ranks, now)
-            case ControlStep.PAUSED if found.due_at is not None:  # of an earlier coordinator's swap
-                if (was := self._decided(found.swap)) is not None and pending:
-                    found.version, found.is_decided, found.due_at = was[0], True, None
-                    self._gather(found, now)
-                elif len(ranks) == max((m.added.world_size for m in ranks), default=1) and not pending:
-                    self._resume(found, now)
-            case ControlStep.GATHERING:
-                if not pending:
-                    self._resume(found, now)
-                elif all(m.id in found.acked for m in pending):
-                    found.step = ControlStep.COMMITTING
-                    self._say(found, "commit")
-            case ControlStep.FAILED | ControlStep.FINISHING:
-                if not pending:
-                    self._resume(found, now)
 
-    def _begin_late(self, found: Controller, ranks: list[Member], now: float) -> None:
-        """Begin with a decided version that ranks have pending: no controller was there, or it failed."""
-        swap = next((m.staged for m in ranks if m.staged is not None and self._decided(m.staged) is not None), None)
-        was = None if swap is None else self._decided(swap)
-        if swap is None or was is None:
-            return
-        self._enter(found, swap, was[0], is_decided=True)
-        if found.added.pauses:
-            self._ask_pause(found)
+def note_decided(turn: Turn, swap: decision.Swap) -> None:
+    """Note that a swap is decided; call `ranks_changed` after its ranks got the message."""
+    known = turn.fleet.controllers
+    for found in [known[member] for member in sorted(swap.members) if member in known]:
+        if found.swap != swap.swap:  # it has no pause hook
+            found.enter(swap.swap, swap.version, is_decided=True)
+        found.is_decided, found.step, found.due_at = True, ControlStep.GATHERING, None
+
+
+def caller(turn: Turn, swap: str, member: Member) -> Controller | None:
+    """Return the controller that calls this rank to commit this swap; None if the rank commits by itself."""
+    found = turn.fleet.models[member.added.model].membership.controllers.get(member.added.replica)
+    return found if found is not None and found.swap == swap and found.is_decided else None
+
+
+def tell_staged(turn: Turn, node: str, ranks: Collection[Member], swap: str, version: int, run: str) -> None:
+    """Tell ranks of a node that their staged version is decided; name the ranks that a controller calls."""
+    called = tuple(m.id for m in ranks if caller(turn, swap, m) is not None) if turn.fleet.controllers else ()
+    sharing = [m for m in ranks if m.added.shares]
+    beside = versions_beside(turn, sharing, swap) if sharing else ()
+    turn.to_node(node, cluster.CommitStaged(swap, version, run, called, beside))
+
+
+def tell_again(turn: Turn, ranks: Iterable[Member], swap: str, version: int, run: str) -> None:
+    """Tell ranks once more that their staged version is decided, with all ranks of their nodes that have it staged.
+
+    A node applies CommitStaged to all its ranks of the swap: a message that named only some of the called ranks would
+    take the others from their controllers.
+    """
+    told = {member.id: member for member in ranks}
+    nodes, models = {m.node for m in told.values()}, {m.added.model for m in told.values()}
+    for model in models:
+        targets = turn.fleet.models[model].membership.targets.values()
+        told |= {m.id: m for m in targets if m.node in nodes and m.staged == swap}
+    for node, there in sorted(by_node(told.values()).items()):
+        tell_staged(turn, node, there, swap, version, run)
+
+
+def versions_beside(turn: Turn, ranks: Iterable[Member], swap: str) -> tuple[VersionOf, ...]:
+    """Return the version that each owner of the ranks' shared tensors serves once `swap` has committed.
+
+    It is the version of the same joint swap, or else the live version.
+    """
+    models, found = turn.fleet.models, dict[str, VersionOf]()
+    for member in ranks:
+        running = models[member.added.model].running
+        joint = running.together if running is not None and running.swap.swap == swap else None
+        for name in {shared.model for shared in member.added.shares} - found.keys():
+            owner = models.get(name)
+            if owner is None:
+                continue
+            if joint is not None and owner.running is not None and owner.running.together is joint:
+                found[name] = VersionOf(name, owner.running.version, owner.running.run)
+            elif owner.live is not None:
+                found[name] = VersionOf(name, owner.live.version, owner.live.run)
+    return tuple(found[name] for name in sorted(found))
+
+
+def acked(turn: Turn, found: Controller, member: Member) -> None:
+    """Note that a rank knows of the decision."""
+    found.acked.add(member.id)
+    _look(turn, found)
+
+
+def aborted(turn: Turn, swap: str) -> None:
+    """Resume the engines that are paused for a swap that has been aborted."""
+    for found in turn.fleet.controllers.values():
+        if found.swap == swap and found.step in (ControlStep.PAUSING, ControlStep.PAUSED):
+            _resume(turn, found)
+
+
+def said(turn: Turn, node: str, message: local.Controlled) -> None:
+    """Handle a controller's report that a hook has returned or failed."""
+    found = turn.fleet.controllers.get(message.member)
+    if found is None or found.swap != message.swap:
+        return  # that swap is over
+    _check_owner(found, node)
+    found.paused_s = message.paused_s
+    if message.reason:
+        turn.log("swap", swap=found.swap, phase="failed", member=found.id, reason=message.reason)
+    if message.what == "pause" and found.step is ControlStep.PAUSING:
+        _paused(turn, found, message.reason)
+    elif message.what == "commit" and found.step is ControlStep.COMMITTING:
+        if message.reason:
+            found.note_failure(turn.now)
+            turn.post(found.swap, decision.MemberFailed(found.id, message.reason))
         else:
-            self._gather(found, now)
+            found.step = ControlStep.FINISHING
+        _look(turn, found)
 
-    def _gather(self, found: Controller, now: float) -> None:
-        """Tell the ranks that a controller calls them; each answers."""
-        found.step, found.due_at = ControlStep.GATHERING, None
-        found.acked.clear()
-        was = self._decided(found.swap)
-        pending = [m for m in self._ranks(found) if m.staged == found.swap]
-        if was is not None and pending:
-            self._tell_staged(pending, found.swap, *was)
-        self._look(found, now)
 
-    def _resume(self, found: Controller, now: float) -> None:
-        ranks = self._ranks(found)
-        is_whole = bool(ranks) and len(ranks) == ranks[0].added.world_size
-        served = {(m.version, m.run) if not m.poisoned else (None, "") for m in ranks}
-        version = served.pop()[0] if is_whole and len(served) == 1 else None
-        swap, is_decided = found.swap, found.is_decided
-        found.step, found.swap, found.is_decided, found.due_at = ControlStep.FREE, "", False, None
-        found.acked.clear()
-        self._to_node(found.node, control.Control(member=found.id, swap=swap, what="resume", version=version))
-        if is_decided:
-            self._step_swap(swap, decision.CommitReported(found.id, found.paused_s), now)
+def _paused(turn: Turn, found: Controller, reason: str) -> None:
+    if not found.is_decided:
+        found.step = ControlStep.PAUSED
+        failed = decision.MemberFailed(found.id, f"its pause hook failed: {reason}")
+        turn.post(found.swap, failed if reason else decision.QuietReported(found.id))
+    elif reason:
+        found.note_failure(turn.now)
+    else:
+        _gather(turn, found)
 
-    def tick(self, now: float) -> None:
-        """Call again those whose hook failed; stop waiting for ranks that do not come back."""
-        for found in [c for c in self._all.values() if c.due_at is not None and now >= c.due_at]:
-            found.due_at = None
-            if found.step is ControlStep.FAILED:
-                self._gather(found, now)
-            else:
-                self._resume(found, now)
 
-    def next_deadline(self) -> float | None:
-        """Return when `tick` is next needed; None: never."""
-        return min((c.due_at for c in self._all.values() if c.due_at is not None), default=None)
+# --- changes of ranks -------------------------------------------------------------------------------------
 
-    # --- details ------------------------------------------------------------------------------------------
 
-    def _of(self, member: Member) -> Controller | None:
-        return self._models[member.added.model].membership.controllers.get(member.added.replica)
+def ranks_changed(turn: Turn, model: str, replica: str) -> None:
+    """Continue after a rank of this replica registered, committed, failed or left."""
+    state = turn.fleet.models.get(model)
+    found = None if state is None else state.membership.controllers.get(replica)
+    if found is not None:
+        _look(turn, found)
 
-    def _ranks(self, found: Controller) -> list[Member]:
-        state = self._models.get(found.added.model)
-        return [] if state is None else state.membership.replica(found.added.replica)
 
-    def _enter(self, found: Controller, swap: str, version: int, *, is_decided: bool) -> None:
-        found.swap, found.version, found.is_decided = swap, version, is_decided
-        found.paused_s, found.tries, found.due_at = 0.0, 0, None
-        found.acked.clear()
+def _look(turn: Turn, found: Controller) -> None:
+    ranks = _ranks(turn, found)
+    pending = [m for m in ranks if m.staged == found.swap and found.swap]
+    match found.step:
+        case ControlStep.FREE:
+            _begin_late(turn, found, ranks)
+            if found.step is ControlStep.FREE and found.refuses:
+                _serve_again(turn, found, ranks)
+        case ControlStep.PAUSED if found.due_at is not None:  # of an earlier coordinator's swap
+            if (was := turn.fleet.identity_of(found.swap)) is not None and pending:
+                found.version, found.is_decided, found.due_at = was[0], True, None
+                _gather(turn, found)
+            elif len(ranks) == max((m.added.world_size for m in ranks), default=1) and not pending:
+                _resume(turn, found)
+        case ControlStep.GATHERING:
+            if not pending:
+                _resume(turn, found)
+            elif all(m.id in found.acked for m in pending):
+                found.step = ControlStep.COMMITTING
+                _say(turn, found, "commit")
+        case ControlStep.FAILED | ControlStep.FINISHING:
+            if not pending:
+                _resume(turn, found)
 
-    def _ask_pause(self, found: Controller) -> None:
+
+def _begin_late(turn: Turn, found: Controller, ranks: list[Member]) -> None:
+    """Begin with a decided version that ranks have pending: they had no controller, or it failed."""
+    staged = (m.staged for m in ranks if m.staged is not None)
+    decided = ((swap, was) for swap in staged if (was := turn.fleet.identity_of(swap)) is not None)
+    if (first := next(decided, None)) is None:
+        return
+    swap, (version, _) = first
+    found.enter(swap, version, is_decided=True)
+    if found.added.pauses:
         found.step = ControlStep.PAUSING
-        self._say(found, "pause")
+        _say(turn, found, "pause")
+    else:
+        _gather(turn, found)
 
-    def _say(self, found: Controller, what: Literal["pause", "commit"]) -> None:
-        self._log("swap", swap=found.swap, version=found.version, phase=what, member=found.id)
-        message = control.Control(member=found.id, swap=found.swap, what=what, version=found.version)
-        self._to_node(found.node, message)
+
+def _gather(turn: Turn, found: Controller) -> None:
+    """Tell the ranks that a controller calls them; each answers."""
+    found.step, found.due_at = ControlStep.GATHERING, None
+    found.acked.clear()
+    was = turn.fleet.identity_of(found.swap)
+    pending = [m for m in _ranks(turn, found) if m.staged == found.swap]
+    if was is not None and pending:
+        tell_again(turn, pending, found.swap, *was)
+    _look(turn, found)
+
+
+def _served(ranks: list[Member]) -> tuple[int | None, str]:
+    """Return (version, run) that all ranks of a replica serve; (None, "") if they do not serve one."""
+    is_complete = bool(ranks) and len(ranks) == ranks[0].added.world_size
+    served = {(m.version, m.run) if not m.poisoned else (None, "") for m in ranks}
+    return served.pop() if is_complete and len(served) == 1 else (None, "")
+
+
+def _serve_again(turn: Turn, found: Controller, ranks: list[Member]) -> None:
+    """Resume an engine with the live version: its ranks lacked a version, or were unknown, when it was resumed."""
+    live, is_ready = turn.fleet.models[found.added.model].live, all(m.staged is None and not m.suspended for m in ranks)
+    if live is not None and is_ready and live.is_at(*_served(ranks)):
+        found.swap = live.swap or "recovered"
+        _resume(turn, found)
+
+
+def _resume(turn: Turn, found: Controller) -> None:
+    version, _ = _served(_ranks(turn, found))
+    swap, is_decided = found.swap, found.is_decided
+    found.step, found.swap, found.is_decided, found.due_at = ControlStep.FREE, "", False, None
+    found.acked.clear()
+    found.refuses = version is None
+    turn.to_node(found.node, local.Control(member=found.id, swap=swap, what="resume", version=version))
+    if is_decided:
+        turn.post(swap, decision.CommitReported(found.id, found.paused_s))
+
+
+def tick(turn: Turn) -> None:
+    """Call again those whose hook failed; stop waiting for ranks that do not return."""
+    for found in [c for c in turn.fleet.controllers.values() if c.due_at is not None and turn.now >= c.due_at]:
+        found.due_at = None
+        if found.step is ControlStep.FAILED:
+            _gather(turn, found)
+        else:
+            _resume(turn, found)
+
+
+# --- details ----------------------------------------------------------------------------------------------
+
+
+def _ranks(turn: Turn, found: Controller) -> list[Member]:
+    state = turn.fleet.models.get(found.added.model)
+    return [] if state is None else state.membership.replica(found.added.replica)
+
+
+def _say(turn: Turn, found: Controller, what: Literal["pause", "commit"]) -> None:
+    turn.log("swap", swap=found.swap, version=found.version, phase=what, member=found.id)
+    message = local.Control(member=found.id, swap=found.swap, what=what, version=found.version)
+    turn.to_node(found.node, message)
 
 
 def _check_owner(found: Controller, node: str) -> None:

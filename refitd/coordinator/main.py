@@ -1,15 +1,12 @@
-"""The coordinator process: sockets, clock and journal around `refitd.coordinator.state`."""
+"""The coordinator process: takes the lead, listens, and runs the shell until a signal or the loss of the lead."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
+import select
 import signal
-import socket
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -20,384 +17,23 @@ from refitd import service
 from refitd.buffers.arena import die_with_parent
 from refitd.buffers.capacity import SERVER_DESCRIPTORS, raise_descriptor_limit, require_descriptors
 from refitd.config import Config, EtcdPlace
-from refitd.coordinator import actions as act
-from refitd.coordinator.cables import cables_for, read_cluster
-from refitd.coordinator.descriptions import unpack_shard
 from refitd.coordinator.journals.base import Journal, LeadLost
-from refitd.coordinator.journals.etcd import EtcdJournal
+from refitd.coordinator.journals.etcd import LOOK_S, EtcdJournal, Lead, check_place
 from refitd.coordinator.journals.file import FileJournal
-from refitd.coordinator.journals.gateway import NotReached
-from refitd.coordinator.journals.lead import Lead
-from refitd.coordinator.plans import PlanMemory, make_plan
-from refitd.coordinator.records import SwapRecord
-from refitd.coordinator.rosters import ShardRead
-from refitd.coordinator.standby import cluster_of, wait_to_lead
-from refitd.coordinator.state import CoordinatorState
-from refitd.errors import CommitError, ConfigError, PlanError, ProtocolError, RefitdError, RefusedError
-from refitd.events import Busy, Log, Tick
+from refitd.coordinator.journals.gateway import Gateway, NotReached
+from refitd.coordinator.nodes import read_cluster
+from refitd.coordinator.shell import CoordinatorShell
+from refitd.errors import ConfigError
 from refitd.logs import EventLog, Throttle, setup
 from refitd.metrics import opened
 from refitd.protocol import cluster
-from refitd.protocol.background import LARGE_FRAME, BackgroundThread
-from refitd.protocol.base import MAX_MESSAGE_BYTES
-from refitd.protocol.channel import Received, Router, framed, hear_out
-from refitd.protocol.codec import NODE_HELLO_BYTES, BadMessage, Decoder, UnknownKind, request_of
+from refitd.protocol.channel import Router
 from refitd.protocol.directory import make_runtime_dir
 from refitd.protocol.keys import ServerKeys
-from refitd.protocol.local import Failure
-from refitd.protocol.roles import ANYONE, Allowed
 from refitd.security import coordinator_keys, coordinator_uids
 
 if TYPE_CHECKING:
     from refitd.coordinator.metrics import CoordinatorMonitor
-
-_TICK_S = 1.0
-
-# Messages handled before the clock and other sockets are checked again, so that no peer can stop the clock.
-_BATCH = 256
-
-# A turn of the loop that takes this long is logged.
-_SLOW_TURN_S = 0.5
-
-# Messages of one node that may queue behind a large one.
-_MAX_HELD = 1 << 14
-
-# Packed descriptions larger than this are unpacked on another thread: unpacked they may be a thousand times as large.
-_LARGE_SHARD = 4 << 10
-
-# Log events that peers can cause without limit.
-_NOISY = frozenset({"refused", "illegal"})
-
-
-class CoordinatorShell:
-    """Performs the state's instructions and feeds the results back."""
-
-    def __init__(
-        self,
-        config: Config,
-        router: Router,
-        allowed: Mapping[str, Allowed],
-        journal: Journal,
-        log: EventLog,
-        told: tuple[int, int],
-        is_standalone: bool = False,
-        monitor: CoordinatorMonitor | None = None,
-        manager: service.ServiceManager | None = None,
-    ) -> None:
-        """`told` is a pipe that outlives this object: a thread that still plans writes to it."""
-        self._manager = manager
-        self._router = router
-        self._monitor = monitor
-        self._journal = journal
-        self._log = log
-        self._turned_away = Throttle()
-        self._noise = Throttle(period_s=5.0)
-        self._config = config
-        self._allowed = allowed
-        self._decoder: Decoder[cluster.NodeMessage] = Decoder(cluster.NodeMessage)
-        self._strangers: Decoder[cluster.NodeMessage] = Decoder(cluster.NodeHello, NODE_HELLO_BYTES)
-        self._told_r, self._told_w = told
-        self._reader = BackgroundThread[Received]("refitd-reader", self._told)
-        self._planner = BackgroundThread[int]("refitd-planner", self._told)
-        self._memory = PlanMemory()  # only the planner uses it
-        self._answers = BackgroundThread[tuple[bytes, int]]("refitd-answers", self._told)
-        # by identity: messages that a node sent after a large one that is still being read
-        self._held: dict[bytes, deque[Received]] = {}
-        self._state = CoordinatorState(
-            config=config,
-            boot=secrets.token_hex(8),
-            pid=os.getpid(),
-            started=time.monotonic(),
-            new_swap_id=lambda: secrets.token_hex(4),
-            wall_clock=time.time,
-            decided=journal.decided,
-            recent=journal.recent,
-            past=journal,
-            drained=journal.drained(),
-            is_standalone=is_standalone,
-            host=socket.gethostname(),
-            speeds=read_cluster(config),
-        )
-
-    def _told(self) -> None:
-        """Wake the loop; callable from any thread."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._told_w, b".")
-
-    def serve(self, stop: list[int], reloads: list[int], wakeup: int) -> None:
-        """Run until `stop` holds a signal number, and read keys for each in `reloads`; `wakeup` is readable then.
-
-        Raises:
-            LeadLost: another coordinator may lead; nothing more may be said.
-        """
-        poller = zmq.Poller()
-        poller.register(wakeup, zmq.POLLIN)
-        poller.register(self._told_r, zmq.POLLIN)
-        for sock in (self._router.socket, *self._router.control_sockets):
-            poller.register(sock, zmq.POLLIN)
-        next_tick = time.monotonic() + _TICK_S
-        self._publish()
-        while not stop:
-            deadline = min(next_tick, self._state.next_deadline() or next_tick)
-            ready = dict(poller.poll(max(0, int((deadline - time.monotonic()) * 1000) + 1)))
-            began = time.monotonic()
-            self._journal.guard()  # before anything is said: this process may have been stopped
-            if reloads:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(wakeup, 4096)
-                reloads.clear()
-                self.read_files()
-            if self._told_r in ready:
-                self._collect()
-            for fields in self._router.turned_away():
-                if self._turned_away.allows(str(fields), time.monotonic()):
-                    self._log.write("turned-away", fields)
-            for _ in range(_BATCH):
-                if (received := self._router.receive(self._limit_of)) is None:
-                    break
-                # an answer renews permits from when the message was sent: not later than the lead ends
-                self._journal.guard()
-                self._take(received)
-            if (now := time.monotonic()) >= deadline:
-                next_tick = now + _TICK_S
-                if self._manager is not None:
-                    self._manager.alive(now)
-                with contextlib.suppress(CommitError):  # logged when it happened
-                    self._journal.flush()
-                # peers were not silent in that time: this process was stopped or busy
-                if (late_s := now - deadline) > _SLOW_TURN_S:
-                    self._feed(Busy(late_s))
-                self._feed(Tick())
-                self._publish()
-            if (took_s := time.monotonic() - began) > _SLOW_TURN_S:
-                self._log("slow-turn", seconds=took_s)
-
-    def say_goodbye(self) -> None:
-        """Tell all daemons that this coordinator ends, so that they look for the next one at once; hear them out."""
-        if not self._state.nodes:
-            return
-        text = (
-            f"the coordinator on {socket.gethostname()} (pid {os.getpid()}) was stopped; `refitctl history` says what "
-            "became of a swap; try again when the next one runs"
-        )
-        for node in self._state.nodes.values():
-            self._router.send(node.identity, 0, Failure(code=cluster.LEAVES, message=text))
-        hear_out([self._router.socket], cluster.LAST_WORDS_S)
-
-    def close(self) -> None:
-        """End the threads, once they have done what they are doing."""
-        for thread in (self._reader, self._planner, self._answers):
-            thread.close()
-
-    def _publish(self) -> None:
-        if self._monitor is not None:
-            frames = len(self._reader) + sum(map(len, self._held.values()))
-            queues = {"frames": frames, "plans": len(self._planner), "answers": len(self._answers)}
-            self._monitor.publish(self._state, queues)
-
-    def _limit_of(self, sender: Received) -> int:
-        return MAX_MESSAGE_BYTES if self._state.knows(sender.identity, sender.key) else NODE_HELLO_BYTES
-
-    def _take(self, received: Received) -> None:
-        identity, allowed = received.identity, self._allowed.get(received.key, ANYONE)
-        decoder = self._decoder
-        try:
-            if not self._state.knows(identity, received.key):
-                # decode nothing but a NodeHello; a daemon that has outlived a coordinator is asked to send it again
-                decoder = self._strangers
-                request, kind = (0, "") if received.too_large else request_of(received.frame)
-                if kind != cluster.NodeHello.__name__:
-                    text = "say NodeHello first"
-                    self._router.send(identity, request, Failure(code="unknown-node", message=text))
-                    return
-            elif len(received.frame) > LARGE_FRAME:
-                self._hold(received, lambda: (*decoder.decode(received.frame), None))
-                return
-            request, message = decoder.decode(received.frame)
-        except ProtocolError as exc:
-            if self._noise.allows(received.address, time.monotonic()):
-                self._log("bad-message", peer=allowed.name or received.address, reason=str(exc))
-            self._refuse(identity, exc)
-            return
-        if identity in self._held and not isinstance(message, cluster.NodeUpdate):
-            self._hold(received)
-        elif isinstance(message, cluster.DescribeShard) and len(message.packed) > _LARGE_SHARD:
-            self._hold(received, lambda: _unpacked(request, message))
-        else:
-            self._said(received, request, message, None)
-
-    def _hold(self, received: Received, read: Callable[[], object] | None = None) -> None:
-        """Decode a large message on another thread; the node's later messages, except heartbeats, queue behind it."""
-        held = self._held.get(received.identity)
-        if held is not None and len(held) >= _MAX_HELD:
-            text = f"{_MAX_HELD} messages wait for a large one before them to be read; send less at once"
-            self._router.send(received.identity, 0, Failure(code=RefusedError.code, message=text))
-        elif held is not None:
-            held.append(received)
-        elif read is not None:
-            self._held[received.identity] = deque()
-            self._reader.submit(received, read)
-
-    def _collect(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._told_r, 4096)
-        for _, planned in self._planner.collect():
-            assert isinstance(planned, act.Planned)
-            self._feed(planned)
-        for (identity, request), frame in self._answers.collect():
-            if isinstance(frame, bytes):
-                self._router.send_frame(identity, frame)
-                continue
-            self._log("internal-error", message="Answer", reason=repr(frame))
-            text = f"the coordinator made a mistake over an answer: {frame!r}"
-            self._router.send(identity, request, Failure(code="internal", message=text))
-        for received, found in self._reader.collect():
-            if isinstance(found, tuple):
-                request, message, read = found
-                if isinstance(message, cluster.DescribeShard) and read is None:
-                    self._reader.submit(received, partial(_unpacked, request, message))
-                    continue
-                self._said(received, request, message, read)
-            elif isinstance(found, RefitdError):
-                self._log("bad-message", peer=received.address, reason=str(found))
-                self._refuse(received.identity, found)
-            else:
-                self._log("internal-error", peer=received.address, reason=repr(found))
-            for later in self._held.pop(received.identity, ()):
-                self._take(later)
-
-    def _refuse(self, identity: bytes, error: RefitdError) -> None:
-        """Answer a message that cannot be read, unless it is a notification that only a newer daemon knows."""
-        number = error.request_id if isinstance(error, BadMessage) else 0
-        if number or not isinstance(error, UnknownKind):
-            self._router.send(identity, number, Failure(code=error.code, message=str(error)))
-
-    def _said(self, received: Received, request: int, message: cluster.NodeMessage, read: ShardRead | None) -> None:
-        identity, allowed = received.identity, self._allowed.get(received.key, ANYONE)
-        if self._allowed and received.key not in self._allowed:  # taken off the list after its connection was made
-            text = "the key of this daemon was taken off the file security.allowed of the coordinator"
-            self._router.send(identity, request, Failure(code=RefusedError.code, message=text))
-            return
-        try:
-            self._feed(act.FromNode(identity, request, message, received.key, allowed, read))
-        except LeadLost:
-            raise
-        except Exception as exc:
-            # an internal error that one daemon's message triggers must not end the coordinator
-            if self._noise.allows(f"internal {type(message).__name__}", time.monotonic()):
-                self._log.failed(
-                    "internal-error", peer=allowed.name or received.address, message=type(message).__name__
-                )
-            text = f"the coordinator made a mistake over {type(message).__name__}: {exc!r}; its log has the details"
-            self._router.send(identity, request, Failure(code="internal", message=text))
-
-    def read_files(self, waiter: tuple[bytes, int] | None = None) -> None:
-        """Read admitted keys and the cluster file again, for whoever waits; an unusable one changes nothing."""
-        event = "keys-not-read"
-        try:
-            keys = coordinator_keys(self._config)
-            event = "cables-not-read"
-            speeds = read_cluster(self._config)
-        except RefitdError as exc:
-            self._log(event, reason=str(exc))
-            if waiter is not None:
-                self._router.send(*waiter, Failure(code=exc.code, message=str(exc)))
-            return
-        if keys is not None:
-            self._allowed = keys.allowed
-            self._router.admit(keys.allowed)
-        self._feed(act.FilesRead(None if keys is None else keys.allowed, waiter, speeds))
-
-    def _feed(self, event: act.Event) -> None:
-        pending, lines, one = [event], list[Log](), event
-        try:
-            while pending:
-                one = pending.pop(0)
-                instructions = self._state.handle(one, time.monotonic())
-                for instruction in instructions:
-                    if isinstance(instruction, Log):
-                        lines.append(instruction)
-                    elif (result := self._perform(instruction)) is not None:
-                        pending.append(result)
-                if self._monitor is not None:
-                    self._monitor.watch(one, instructions, self._state)
-        except LeadLost:
-            raise
-        except Exception as exc:
-            if any(isinstance(each, act.JournalWritten) for each in (one, *pending)):
-                # its swaps wait for this answer only; the journal, opened and read again, has it
-                self._log.failed("internal-error", message="JournalWritten")
-                raise LeadLost(f"the journal's answer about a decision was not handled: {exc!r}") from exc
-            raise
-        finally:
-            for line in lines:  # last: a line takes as long as a message
-                self._write(line)
-
-    def _journalling(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._monitor is None else self._monitor.journalling()
-
-    def _plan(self, asked: act.MakePlan) -> act.Planned:
-        try:
-            cables = cables_for(asked.cluster, (roster.node for roster in asked.rosters))
-            plan = make_plan(asked.rosters, self._memory, may_relay=asked.may_relay, last=asked.last, cables=cables)
-            return act.Planned(asked.ticket, plan)
-        except RefitdError as exc:
-            return act.Planned(asked.ticket, None, exc)
-        except Exception as exc:  # an unexpected description must fail only its own swap
-            self._log.failed("internal-error", message="MakePlan")
-            return act.Planned(asked.ticket, None, PlanError(f"planning failed: {exc!r}; the log has the details"))
-
-    def _perform(self, instruction: act.Instruction) -> act.Event | None:
-        match instruction:
-            case act.Send(identity, request, message):
-                self._router.send(identity, request, message)
-            case act.ReadFiles(waiter):
-                self.read_files(waiter)
-            case act.Answer(identity, request, make):
-                self._answers.submit((identity, request), lambda: framed(request, make()))
-            case act.MakePlan(ticket) as asked:
-                self._planner.submit(ticket, partial(self._plan, asked))
-            case act.Decide(records) as decided:
-                try:
-                    with self._journalling():
-                        self._journal.write(*records)
-                except CommitError as exc:
-                    return act.JournalWritten(decided.swaps, exc)
-                except LeadLost:
-                    raise
-                except Exception as exc:  # neither answer would be certain; the journal is opened and read again
-                    self._log.failed("internal-error", message="Decide")
-                    text = f"journal {self._journal.name}: it is not known whether the last write holds: {exc!r}"
-                    raise LeadLost(text) from exc
-                return act.JournalWritten(decided.swaps)
-            case act.WriteDrain(drain, waiter):
-                try:
-                    with self._journalling():
-                        self._journal.set_drain(drain, time.time())
-                except CommitError as exc:
-                    self._log("journal-failed", node=drain.node, reason=str(exc))
-                    if waiter is not None:
-                        self._router.send(*waiter, Failure(code=exc.code, message=str(exc)))
-                    return None
-                return act.DrainWritten(drain, waiter)
-            case act.Remember(record):
-                try:
-                    with self._journalling():
-                        self._journal.note(record)
-                except CommitError as exc:
-                    # the decision itself is on disk; this entry is written as soon as there is room
-                    what = {"swap": record.swap} if isinstance(record, SwapRecord) else {"model": record.model}
-                    self._log("journal-failed", **what, reason=str(exc))
-        return None
-
-    def _write(self, line: Log) -> None:
-        subject = f"{line.event} {line.fields.get('node')} {line.fields.get('message')}"
-        if line.event not in _NOISY or self._noise.allows(subject, time.monotonic()):
-            self._log.write(line.event, line.fields)
-
-
-def _unpacked(request: int, message: cluster.DescribeShard) -> tuple[int, cluster.NodeMessage, ShardRead]:
-    return request, message, unpack_shard(message.packed, message.digest)
 
 
 def _monitor(config: Config, address: tuple[str, int]) -> CoordinatorMonitor:
@@ -507,6 +143,7 @@ def _lead(
             manager.ready()
         try:
             shell.serve(stop, reloads, wakeup)
+            shell.end_writes()
             journal.close()  # another coordinator may lead from now on
             shell.say_goodbye()
             sending_s = cluster.LAST_WORDS_S
@@ -515,3 +152,63 @@ def _lead(
             journal.abandon()
     finally:
         router.close(sending_s=sending_s)
+
+
+# --- standby ----------------------------------------------------------------------------------------------
+
+
+def cluster_of(keys: ServerKeys | None) -> str:
+    """Return the identity that the coordinators of one cluster share: their public key, "" without keys."""
+    return keys.own.public if keys is not None else ""
+
+
+def wait_to_lead(
+    config: Config,
+    keys: ServerKeys | None,
+    stop: list[int],
+    wakeup: int,
+    log: EventLog,
+    monitor: CoordinatorMonitor | None,
+    manager: service.ServiceManager | None,
+) -> Lead | None:
+    """Return the lead once this process has it; None once `stop` holds a signal number; `wakeup` is readable then.
+
+    Raises:
+        CommitError: etcd refuses, or the journal there is another cluster's or of a newer refitd.
+    """
+    place = config.journal_place
+    assert isinstance(place, EtcdPlace)
+    gateway = Gateway(place, config.etcd)
+    lead = Lead(gateway, place, config.coordinator_endpoint)
+    throttle = Throttle()
+    leads = told = ""
+    checked = False
+    while not stop:
+        try:
+            if not checked:
+                check_place(gateway, place, cluster_of(keys))
+                checked = True
+            leads = lead.attempt()
+            if not leads:
+                return lead
+            lacks = f"standby of {leads}"
+            if lacks != told:
+                log("standby", leader=leads, journal=str(place))
+        except LeadLost:  # while it was being taken
+            continue
+        except NotReached as exc:
+            gateway.look_up()
+            lacks = str(exc)
+            if throttle.allows("unreachable", time.monotonic()):
+                log("etcd-unreachable", reason=lacks)
+        told = lacks
+        if monitor is not None:
+            monitor.stands_by(lacks)
+        if manager is not None:
+            manager.ready()
+            manager.alive(time.monotonic())
+        select.select([wakeup], [], [], LOOK_S)
+        with contextlib.suppress(BlockingIOError):  # SIGHUP: the keys are read when it leads
+            os.read(wakeup, 4096)
+    gateway.close()
+    return None

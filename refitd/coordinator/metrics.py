@@ -13,11 +13,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from refitd.config import Config
 from refitd.coordinator.actions import Event, FromNode, Instruction, Remember
+from refitd.coordinator.fleet import Fleet, ModelState
+from refitd.coordinator.journals.base import SwapRecord
 from refitd.coordinator.members import serving_state
-from refitd.coordinator.models import ModelState
-from refitd.coordinator.records import SwapRecord
-from refitd.coordinator.report import written_report
-from refitd.coordinator.state import CoordinatorState
 from refitd.events import Busy, Log
 from refitd.metrics.exporter import Exporter, Labelled
 from refitd.protocol.cluster import StageDone
@@ -38,7 +36,7 @@ class _ModelFigures:
     queued: int
     is_swapping: bool
     members: Mapping[tuple[str, str], int]  # (role, state) -> ranks
-    # replicas that swaps reach -> the lowest version of their ranks; None if one serves nothing
+    # replicas that swaps write -> the lowest version of their ranks; None if a rank serves none
     replicas: Mapping[str, int | None]
 
 
@@ -54,16 +52,16 @@ class CoordinatorFigures:
     leads: bool = True  # False for a standby
 
 
-def figures(state: CoordinatorState, queues: Mapping[str, int]) -> CoordinatorFigures:
+def figures(fleet: Fleet, queues: Mapping[str, int]) -> CoordinatorFigures:
     """Take a snapshot; `queues` are the shell's, with their lengths."""
-    models = {name: _model(found) for name, found in state.models.items()}
-    refused = Tally((one.model, one.replica) for node in state.nodes.values() for one in node.status.refused)
-    return CoordinatorFigures(len(state.nodes), len(state.drained), models, queues, refused)
+    models = {name: _model(found) for name, found in fleet.models.items()}
+    refused = Tally((one.model, one.replica) for node in fleet.nodes.values() for one in node.status.refused)
+    return CoordinatorFigures(len(fleet.nodes), len(fleet.drained), models, queues, refused)
 
 
 def _model(state: ModelState) -> _ModelFigures:
     membership = state.membership
-    members = Tally(("source", "attached" if m.attached else "detached") for m in membership.sources.values())
+    members = Tally(("source", "attached" if m.source.attached else "detached") for m in membership.sources.values())
     drained = {*membership.drained()}
     members.update(
         ("target", "drained" if replica in drained else serving_state(m, state.live).value)
@@ -73,7 +71,7 @@ def _model(state: ModelState) -> _ModelFigures:
     for (replica, _), m in membership.engines().targets.items():
         held = replicas.get(replica, m.version)
         replicas[replica] = None if held is None or m.version is None else min(held, m.version)
-    complete = membership.complete_versions()
+    complete = membership.offered().complete
     return _ModelFigures(
         complete[-1] if complete else None,
         None if state.live is None else state.live.version,
@@ -104,10 +102,10 @@ class CoordinatorMonitor:
         """Publish that this process runs but does not lead, and why."""
         self._exporter.publish(CoordinatorFigures(0, 0, {}, {}, {}, leads=False), lacks)
 
-    def publish(self, state: CoordinatorState, queues: Mapping[str, int]) -> None:
+    def publish(self, fleet: Fleet, queues: Mapping[str, int]) -> None:
         """Publish a snapshot; `queues` are the shell's, with their lengths."""
-        lacks = "" if state.may_swap else "it waits for daemons to say which versions are live"
-        self._exporter.publish(figures(state, queues), lacks)
+        lacks = "" if fleet.may_swap else "it waits for daemons to say which versions are live"
+        self._exporter.publish(figures(fleet, queues), lacks)
 
 
 class CoordinatorMetrics:
@@ -118,7 +116,7 @@ class CoordinatorMetrics:
         self._swaps = Labelled(
             Counter(
                 "refitd_swaps",
-                "Swaps that have ended, by how and why.",
+                "Ended swaps by outcome and cause.",
                 ["model", "kind", "outcome", "cause"],
                 registry=r,
             )
@@ -126,7 +124,7 @@ class CoordinatorMetrics:
         self._swap_s = Labelled(
             Histogram(
                 "refitd_swap_seconds",
-                "From a swap's begin to its end.",
+                "From a swap's start to its end.",
                 ["model", "outcome"],
                 registry=r,
                 buckets=_SWAP_BUCKETS,
@@ -144,13 +142,13 @@ class CoordinatorMetrics:
         self._moved = Labelled(
             Counter(
                 "refitd_moved_bytes",
-                "Bytes that arrived in staging arenas, by the nodes that they came from and went to.",
+                "Bytes that arrived in staging arenas, by sending and receiving node.",
                 ["model", "source_node", "target_node", "transport"],
                 registry=r,
             )
         )
         self._digests = Labelled(
-            Counter("refitd_digests", "Copies that were compared with their sources.", ["model"], registry=r)
+            Counter("refitd_digests", "Copies compared with their sources.", ["model"], registry=r)
         )
         self._verified = Labelled(
             Counter(
@@ -160,58 +158,58 @@ class CoordinatorMetrics:
                 registry=r,
             )
         )
-        self._refused = Labelled(Counter("refitd_refusals", "Requests that were refused.", ["request"], registry=r))
+        self._refused = Labelled(Counter("refitd_refusals", "Refused requests.", ["request"], registry=r))
         self._lost = Counter("refitd_nodes_lost", "Daemons that went silent or were replaced.", registry=r)
-        self._stalled = Counter("refitd_loop_stalled_seconds", "Time in which the loop answered nobody.", registry=r)
+        self._stalled = Counter("refitd_loop_stalled_seconds", "Time when the loop was blocked.", registry=r)
         self._journal_s = Histogram(
             "refitd_journal_write_seconds",
             "Time of a journal write, with its fsync.",
             registry=r,
             buckets=_JOURNAL_BUCKETS,
         )
-        self._journal_failures = Counter("refitd_journal_failures", "Journal writes that failed.", registry=r)
-        self._leads = Gauge("refitd_leads", "1 for the coordinator that decides, 0 for a standby.", registry=r)
-        self._nodes = Gauge("refitd_nodes", "Daemons that the coordinator knows.", registry=r)
-        self._drained = Gauge("refitd_nodes_drained", "Nodes that an operator has drained.", registry=r)
+        self._journal_failures = Counter("refitd_journal_failures", "Failed journal writes.", registry=r)
+        self._leads = Gauge("refitd_leads", "1 for the leading coordinator, 0 for a standby.", registry=r)
+        self._nodes = Gauge("refitd_nodes", "Daemons known to the coordinator.", registry=r)
+        self._drained = Gauge("refitd_nodes_drained", "Drained nodes.", registry=r)
         self._kept_out = Gauge(
             "refitd_registrations_refused",
-            "Ranks whose registration is refused, and that no swap reaches.",
+            "Ranks whose registration is refused.",
             ["model", "replica"],
             registry=r,
         )
-        self._queues = Gauge("refitd_queue_length", "What waits in a queue of the process.", ["queue"], registry=r)
+        self._queues = Gauge("refitd_queue_length", "Length of a queue of the process.", ["queue"], registry=r)
         per_model = ["model"]
         self._published = Gauge(
             "refitd_published_version", "Newest version that every source rank holds.", per_model, registry=r
         )
-        self._decided = Gauge("refitd_decided_version", "Version that was decided last.", per_model, registry=r)
+        self._decided = Gauge("refitd_decided_version", "Last decided version.", per_model, registry=r)
         self._queued = Gauge("refitd_swaps_queued", "Swaps that wait for the running one.", per_model, registry=r)
-        self._running = Gauge("refitd_swaps_running", "Swaps that run.", per_model, registry=r)
+        self._running = Gauge("refitd_swaps_running", "Running swaps.", per_model, registry=r)
         self._members = Gauge(
             "refitd_members",
-            "Registered ranks by what they serve; sources by whether their trainer is there.",
+            "Registered ranks by state; sources by whether their trainer is attached.",
             ["model", "role", "state"],
             registry=r,
         )
         per_replica = ["model", "replica"]
         self._replica = Gauge(
             "refitd_replica_version",
-            "Lowest version that the replica's ranks serve; absent if one serves nothing.",
+            "Lowest version of the replica's ranks; absent if a rank serves none.",
             per_replica,
             registry=r,
         )
         self._lag = Gauge(
             "refitd_replica_lag_versions",
-            "Decided version less what the replica serves.",
+            "Decided version minus the replica's version.",
             per_replica,
             registry=r,
         )
 
-    def watch(self, event: Event, instructions: Iterable[Instruction], state: CoordinatorState) -> None:
-        """Count an event that the state has handled, and what it returned."""
+    def watch(self, event: Event, instructions: Iterable[Instruction], fleet: Fleet) -> None:
+        """Count an event and the effects of handling it."""
         match event:
             case FromNode(message=StageDone() as done):
-                self._staged(event, done, state)
+                self._staged(event, done, fleet)
             case Busy(seconds):
                 self._stalled.inc(seconds)
         for instruction in instructions:
@@ -237,10 +235,10 @@ class CoordinatorMetrics:
         finally:
             self._journal_s.observe(perf_counter() - began)
 
-    def _staged(self, event: FromNode, done: StageDone, state: CoordinatorState) -> None:
-        found = state.models.swapping(done.swap)
+    def _staged(self, event: FromNode, done: StageDone, fleet: Fleet) -> None:
+        found = fleet.swapping.get(done.swap)
         running = found.running if found is not None else None
-        node = next((name for name, node in state.nodes.items() if node.identity == event.identity), None)
+        node = next((name for name, node in fleet.nodes.items() if node.identity == event.identity), None)
         if running is None or node is None or node not in running.swap.nodes:
             return
         plan, within, model = running.plan, done.bytes, running.swap.model
@@ -252,7 +250,7 @@ class CoordinatorMetrics:
             self._moved.of(model, node, node, WITHIN).inc(within)
 
     def _ended(self, record: SwapRecord) -> None:
-        report = written_report(record)
+        report = record.written_report()
         if report is None:
             return
         model, outcome = report.model, report.outcome.value

@@ -1,9 +1,10 @@
-"""The coordinator's plans: made once per membership, sent once per node, reported to operators."""
+"""A plan, the nodes that have it, and its parts on the wire: packed once for all nodes, and sent to each node once."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
@@ -13,37 +14,131 @@ import numpy as np
 import xxhash
 
 from refitd.caches import BoundedCache
-from refitd.coordinator.membership import Membership
-from refitd.coordinator.plan_parts import HeldParts, Packed, PackedEpoch, PackedParts, in_parts, in_shares
-from refitd.coordinator.rosters import Registered
-from refitd.describe.roster import Roster
-from refitd.offline.clusters import ClusterSpeeds
-from refitd.plan.build import plan_copies
-from refitd.plan.cables import EQUAL, Cables, loads_of
+from refitd.clusters import ClusterSpeeds
+from refitd.coordinator.descriptions import Registered
+from refitd.describe.metadata import Roster
+from refitd.plan.build import Remembered, plan_copies
 from refitd.plan.columns import Ints, distinct, in_order, offsets_of
-from refitd.plan.cost import Traffic, traffic_of
-from refitd.plan.fills import FillTable
-from refitd.plan.parts import Parted, Uses
-from refitd.plan.regions import Regions
+from refitd.plan.cost import EQUAL, Cables, Traffic, traffic_of
 from refitd.plan.relays import Relays
-from refitd.plan.remembered import Remembered
 from refitd.plan.routes import KnownRoutes, Links, RoutedTable, routes_of
-from refitd.plan.shared import GlobalPlan
-from refitd.plan.table import CopyTable, CrossingTable, Int32, PlanTable
-from refitd.protocol.cluster import EpochPlan, LoadPlan, LoadShare
-from refitd.protocol.reports import (
-    CableTraffic,
-    KeptTraffic,
-    LinkTraffic,
-    PairTraffic,
-    ParameterTraffic,
-    PlanReport,
-    Relaying,
-    RelayPath,
+from refitd.plan.shared import GlobalPlan, Regions
+from refitd.plan.table import CopyTable, CrossingTable, FillTable, Int32, Parted, PartRows, PlanTable, Uses
+from refitd.protocol.cluster import (
+    EpochPart,
+    EpochParts,
+    EpochPlan,
+    LoadPlan,
+    NodeShare,
+    PlanPart,
+    ShareRanks,
 )
+from refitd.protocol.codec import digest_of, pack
 
-# services whose ranks may pass on what they receive (copy_services/windows.py)
-RELAYING_SERVICES = frozenset({"gloo", "nixl"})
+# --- parts on the wire -----------------------------------------------------------------------------------
+
+# Parts that a node is assumed to hold. A node that lacks one says so in PlanLoaded.
+MAX_HELD = 1 << 14
+
+# Shares, ranks and lists of epochs' parts that a node is assumed to hold. A change of the fleet makes new ones; few
+# return.
+MAX_SHARES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A part as it travels, and the digest that names it."""
+
+    digest: str
+    data: bytes
+
+
+class HeldParts:
+    """The parts that a node has been sent."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, None] = {}  # the oldest first
+        self._shares: BoundedCache[str, bool] = BoundedCache(MAX_SHARES)
+
+    def lacking(self, parts: Iterable[Packed]) -> dict[str, bytes]:
+        """Return the parts that it has not been sent, and note them as sent."""
+        found = {part.digest: part.data for part in parts if part.digest not in self._digests}
+        self._digests.update(dict.fromkeys(found))
+        while len(self._digests) > MAX_HELD:
+            del self._digests[next(iter(self._digests))]
+        return found
+
+    def lacks_share(self, digest: str) -> bool:
+        """Return whether a share or a companion of one was not sent before, and note it as sent."""
+        is_new = self._shares.get(digest) is None
+        self._shares.put(digest, True)
+        return is_new
+
+    def forget(self) -> None:
+        """Note that it may hold none of them."""
+        self._digests.clear()
+        self._shares.clear()
+
+
+class PackedParts:
+    """Packs the parts of tables, and reuses recent results."""
+
+    def __init__(self) -> None:
+        self._packed: BoundedCache[bytes, Packed] = BoundedCache(MAX_HELD)
+
+    def of(self, parts: PartRows[Any]) -> tuple[Packed, ...]:
+        """Return the parts of a table as they travel."""
+        found = []
+        for number, content in enumerate(parts.contents):
+            packed = self._packed.get(content)
+            if packed is None:
+                packed = _packed(PlanPart(parts.part(number).to_wire()))
+                self._packed.put(content, packed)
+            found.append(packed)
+        return tuple(found)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PackedEpoch:
+    """An epoch, with its nodes in parts: a node that comes or goes changes one of them.
+
+    Attributes:
+        epoch: the epoch.
+        position: of each node.
+        bare: the epoch without nodes and hosts.
+        parts: the nodes and hosts.
+        listed: the digests of these, by one digest.
+    """
+
+    epoch: EpochPlan
+    position: dict[str, int]
+    bare: EpochPlan
+    parts: tuple[Packed, ...]
+    listed: Packed
+
+    @staticmethod
+    def of(epoch: EpochPlan) -> PackedEpoch:
+        """Pack an epoch: about as many parts as each has nodes, and each node in the part that its name says."""
+        buckets = 1 << max(0, round(math.log2(max(1, len(epoch.nodes))) / 2))
+        found: dict[int, list[tuple[str, str]]] = {}
+        for node, host in zip(epoch.nodes, epoch.hosts, strict=True):
+            found.setdefault(xxhash.xxh3_64_intdigest(node.encode()) % buckets, []).append((node, host))
+        parts = [_packed(EpochPart(*map(tuple, zip(*found[bucket], strict=True)))) for bucket in sorted(found)]
+        listed = _packed(EpochParts(tuple(part.digest for part in parts)))
+        position = {name: i for i, name in enumerate(epoch.nodes)}
+        return PackedEpoch(epoch, position, msgspec.structs.replace(epoch, nodes=(), hosts=()), tuple(parts), listed)
+
+
+def _without_ranks(uses: Uses, ranks: Int32) -> Uses:
+    """Return uses with positions in `ranks` instead of ranks; `ranks` is ascending and complete."""
+    return replace(uses, ranks=np.searchsorted(ranks, uses.ranks).astype(np.int32))
+
+
+def _packed(part: PlanPart | EpochPart | EpochParts) -> Packed:
+    return Packed(digest_of(part), pack(part))
+
+
+# --- plans -----------------------------------------------------------------------------------------------
 
 T = TypeVar("T", bound=PlanTable)
 
@@ -79,7 +174,7 @@ class Routed:
 class Shared(Generic[T]):
     """A table in parts, as they travel, and the uses that make up each node's rows.
 
-    Those of node number i are uses[start[i] : start[i + 1]], ascending.
+    Node number i has uses[start[i] : start[i + 1]], ascending.
     """
 
     table: Parted[T]
@@ -106,22 +201,18 @@ class Shared(Generic[T]):
         """Return the uses that make up a node's rows."""
         return self.table.uses.select(self._of(node))
 
-    def rows(self, node: str) -> T:
-        """Return a node's rows, put together."""
-        return self.table.rows_of(self._of(node))
-
     def _of(self, node: str) -> Ints:
         number = self.number[node]
         return self.uses[self.start[number] : self.start[number + 1]]
 
 
 class PlanMemory:
-    """What a planner remembers of the plans before. Whoever plans again and again owns one.
+    """Results that a planner reuses from earlier plans.
 
     Attributes:
-        descriptions: what was found of descriptions.
-        routes: what was made of rows.
-        parts: the parts that were packed.
+        descriptions: computed from descriptions.
+        routes: computed from rows.
+        parts: packed parts.
     """
 
     def __init__(self) -> None:
@@ -141,7 +232,7 @@ def routed(
 ) -> Routed:
     """Return a plan's copies by where they run.
 
-    With `may_relay`, nodes may pass on what they have received, those of `last` after all others.
+    With `may_relay`, nodes may relay data to other nodes; the nodes in `last` come last in each path.
     """
     routes = routes_of(plan.shared, node_of, memory.routes, may_relay=may_relay, last=last, cables=cables)
     number, parts = {name: i for i, name in enumerate(routes.nodes)}, memory.parts
@@ -165,7 +256,7 @@ class LoadedPlan:
     traffic: Traffic
     unused_sources: tuple[str, ...]
     plan_s: float
-    regions: Regions  # what several source ranks hold, to be compared
+    regions: Regions  # of several source ranks, to be compared
     routed: Routed
     senders: frozenset[int]  # the plan-wide ranks that are read
     members: dict[str, int] = field(default_factory=dict)  # member id -> plan-wide rank; see `belongs_to`
@@ -173,10 +264,18 @@ class LoadedPlan:
     epoch: EpochPlan | None = None  # of its cross-node transfers; None until formed
     crossing_s: dict[str, float] = field(default_factory=dict)  # node -> time of its slowest worker in the last swap
     given_whole: set[str] = field(default_factory=set)  # nodes that lacked parts, and were sent all
+    nbytes: int = field(init=False)  # that it moves
+    moves_between: bool = field(init=False)  # between nodes
+    has_regions: bool = field(init=False)
     _named: dict[int, str] = field(default_factory=dict)  # plan-wide rank -> member id
     _here: dict[str, Int32] = field(default_factory=dict)  # node -> the ranks of members there
     _node_at: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # plan-wide rank -> number of its node
     _epoch: PackedEpoch | None = None  # `epoch`, as it travels
+
+    def __post_init__(self) -> None:
+        # every swap asks for these
+        self.nbytes, self.moves_between = self.traffic.total_bytes, bool(self.routed.links)
+        self.has_regions = bool(len(self.regions))
 
     def belongs_to(self, model: str, members: dict[str, int]) -> None:
         """Make it the plan of these members (id -> plan-wide rank). Its id becomes specific to the model.
@@ -196,6 +295,10 @@ class LoadedPlan:
             name: ranks[order[begin:end]] for name, (begin, end) in zip(number, pairwise(begins), strict=True)
         }
 
+    def unloaded(self) -> LoadedPlan:
+        """Return a copy that is loaded on no node and has no members."""
+        return replace(self, members={}, loaded_on=set(), given_whole=set(), epoch=None, crossing_s={})
+
     @property
     def digest(self) -> str:
         """The digest of the rosters that the plan was made from."""
@@ -205,36 +308,47 @@ class LoadedPlan:
         """Return the epoch that a node forms for its part of the plan; "" if it only copies between its own ranks."""
         return self.epoch.id if self.epoch is not None and node in self.epoch.nodes else ""
 
-    def message(self, model: str, membership: Membership, node: str, held: HeldParts | None) -> LoadPlan | LoadShare:
-        """Return the part of the plan that `node` executes: what its targets receive and its sources send.
+    def message(self, model: str, seeds: Iterable[str], node: str, held: HeldParts) -> LoadPlan:
+        """Return a node's share of the plan: the rows that its targets receive and its sources send.
 
-        `held` are the parts that the node keeps; one that keeps none is sent its rows.
+        `seeds` are ids of members; `held` are the parts that the node caches. A node that was sent a share was sent all
+        of its parts, and reports lost ones.
         """
-        routed, packed = self.routed, self._epoch_with(node)
+        routed, epoch = self.routed, self._epoch_with(node)
         tables: dict[str, Shared[Any]] = {"table": routed.inner, "fills": routed.fills}
-        if packed is not None:
+        if epoch is not None:
             tables |= {"crossing": routed.crossing, "onward": routed.onward}
         found = {name: shared.at(node) for name, shared in tables.items() if shared.has(node)}
         # a row between nodes has an end here
         ranks = distinct(np.concatenate([self._here.get(node, NO_RANKS), *(uses.ranks for uses in found.values())]))
         numbers = ranks.tolist()
-        seeds = (self.members.get(member.id, -1) for member in membership.seeds.values())
-        load = LoadPlan(
+        seeding = {self.members.get(member, -1) for member in seeds} & set(numbers)
+        uses, parts = _used(tables, found)
+        nodes, at = self._nodes_of(ranks) if epoch is not None else ((), ())
+        share = NodeShare(
+            members=tuple(map(self._named.__getitem__, numbers)),
+            nodes=nodes,
+            at=at,
+            seeds=tuple(np.searchsorted(ranks, sorted(seeding)).tolist()),
+            uses={name: _without_ranks(some, ranks).to_wire() for name, some in uses.items()},
+            parts=tuple(part.digest for part in parts),
+        )
+        of_ranks, given = ShareRanks(tuple(numbers)), dict[str, bytes]()
+        if held.lacks_share(digest := digest_of(share)):
+            given = {digest: pack(share)} | held.lacking(parts)
+        if held.lacks_share(ranks_digest := digest_of(of_ranks)):
+            given[ranks_digest] = pack(of_ranks)
+        if epoch is not None and held.lacks_share(epoch.listed.digest):
+            given = given | {epoch.listed.digest: epoch.listed.data} | held.lacking(epoch.parts)
+        return LoadPlan(
             plan=self.id,
             model=model,
-            ranks=tuple(numbers),
-            members=tuple(map(self._named.__getitem__, numbers)),
-            table={},
-            seeds=tuple(sorted(set(seeds) & set(numbers))),
+            share=digest,
+            ranks=ranks_digest,
+            epoch_parts=epoch.listed.digest if epoch is not None else "",
+            epoch=epoch.bare if epoch is not None else None,
+            given=given,
         )
-        if held is not None and held.takes_shares:
-            return in_shares(load, *_used(tables, found), self._nodes_of(ranks) if packed else ((), ()), packed, held)
-        if packed is not None:
-            nodes = tuple(packed.position.get(routed.node_of[rank], -1) for rank in numbers)
-            load = msgspec.structs.replace(load, epoch=packed.epoch, crossing_nodes=nodes)
-        if held is None:
-            return _whole(load, tables, node)
-        return in_parts(load, *_used(tables, found), packed, held)
 
     def _nodes_of(self, ranks: Int32) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Return (nodes, position of each rank's node among these)."""
@@ -250,13 +364,6 @@ class LoadedPlan:
         if self._epoch is None or self._epoch.epoch is not self.epoch:
             self._epoch = PackedEpoch.of(self.epoch)
         return self._epoch if node in self._epoch.position else None
-
-
-def _whole(load: LoadPlan, tables: Mapping[str, Shared[Any]], node: str) -> LoadPlan:
-    """Return the message with all rows, for a node that keeps no parts."""
-    found = {name: shared.rows(node) for name, shared in tables.items()}
-    needed = {name: rows.to_wire() for name, rows in found.items() if len(rows) or name in ("table", "crossing")}
-    return msgspec.structs.replace(load, **needed)
 
 
 def _used(tables: Mapping[str, Shared[Any]], found: Mapping[str, Uses]) -> tuple[dict[str, Uses], list[Packed]]:
@@ -280,14 +387,12 @@ class PlanCache:
         self._plans: BoundedCache[str, LoadedPlan] = BoundedCache(capacity)
 
     def get(self, pools: Sequence[Sequence[Registered]], speeds: ClusterSpeeds | None) -> LoadedPlan | None:
-        """Return a kept plan of these pools, not yet loaded on any node; None if none is kept."""
+        """Return a cached plan of these pools, not loaded on any node; None if none is cached."""
         plan = self._plans.get(self._key(pools, speeds))
-        if plan is None:
-            return None
-        return replace(plan, members={}, loaded_on=set(), given_whole=set(), plan_s=0.0, epoch=None, crossing_s={})
+        return None if plan is None else replace(plan.unloaded(), plan_s=0.0)
 
     def put(self, pools: Sequence[Sequence[Registered]], speeds: ClusterSpeeds | None, plan: LoadedPlan) -> None:
-        """Keep a plan; evict the least recently used one."""
+        """Cache a plan; evict the least recently used one."""
         self._plans.put(self._key(pools, speeds), plan)
 
     @staticmethod
@@ -304,7 +409,7 @@ def make_plan(
     last: Collection[str] = (),
     cables: Cables = EQUAL,
 ) -> LoadedPlan:
-    """Plan these rosters. With `may_relay`, nodes may pass on what they have received, those of `last` after others.
+    """Plan these rosters. With `may_relay`, nodes relay data; those in `last` come last.
 
     Raises:
         PlanError: names every problem found.
@@ -323,92 +428,3 @@ def make_plan(
         found,
         frozenset(distinct(plan.shared.job_src).tolist()),
     )
-
-
-def plan_report(membership: Membership, plan: LoadedPlan) -> Callable[[], PlanReport]:
-    """Return a function that makes the plan report: bytes per pair of ranks and per parameter, largest first.
-
-    Call it on another thread: there may be very many parameters. It reads nothing that changes.
-    """
-    names = {
-        plan.members[m.id]: (
-            f"source rank {m.added.rank}" if m.added.role == "source" else f"{m.added.replica} rank {m.added.rank}"
-        )
-        for m in membership.members()
-    }
-    report = PlanReport(
-        model=membership.name,
-        digest=plan.digest,
-        bytes=plan.traffic.total_bytes,
-        converted_bytes=membership.converted_bytes(),
-        staging_bytes=sum(m.added.staging_bytes for m in membership.targets.values()),
-        held_bytes=sum(m.added.held_bytes for m in membership.targets.values()),
-        copies=plan.traffic.total_copies,
-        plan_s=plan.plan_s,
-        pairs=tuple(
-            PairTraffic(source=names[src], target=names[dst], bytes=nbytes, copies=copies)
-            for src, dst, nbytes, copies in _pairs(plan.traffic)
-        ),
-        parameters=(),
-        unused_sources=plan.unused_sources,
-        kept=_kept(membership),
-        links=_links(plan),
-        relays=_relaying(plan.routed.relays, plan.routed.cables),
-        cables=_cable_loads(plan.routed),
-        speeds=plan.routed.cables.name,
-    )
-    return lambda: msgspec.structs.replace(report, parameters=_parameters(plan.traffic))
-
-
-def _links(plan: LoadedPlan) -> tuple[LinkTraffic, ...]:
-    node_of = plan.routed.node_of
-    needed: dict[tuple[str, str], int] = {}
-    for src, dst, nbytes, _ in _pairs(plan.traffic):
-        link = node_of[src], node_of[dst]
-        needed[link] = needed.get(link, 0) + nbytes
-    moved = plan.routed.links.by_nodes()
-    between = sorted(link for link in moved.keys() | needed.keys() if link[0] != link[1])
-    return tuple(LinkTraffic(*link, moved.get(link, 0), needed.get(link, 0)) for link in between)
-
-
-def _relaying(relays: Relays, cables: Cables) -> Relaying:
-    paths = tuple(RelayPath(path.source, path.nodes, path.nbytes) for path in relays.paths)
-    if not cables.are_known:
-        return Relaying(paths, relays.bytes, relays.direct_bytes)
-    return Relaying(paths, relays.bytes, relays.direct_bytes, _sent(relays.seconds), _sent(relays.direct_seconds))
-
-
-def _sent(seconds: float) -> float:
-    """Return seconds as far as messages take them (protocol.base.Seconds)."""
-    return min(seconds, 1e9)
-
-
-def _cable_loads(routed: Routed) -> tuple[CableTraffic, ...]:
-    """Return what each cable carries, the one that takes longest first."""
-    if not routed.cables.are_known:
-        return ()
-    links = ((*link, nbytes) for link, nbytes in routed.links.by_nodes().items() if link[0] != link[1])
-    return tuple(
-        CableTraffic(load.node, load.is_send, load.nbytes, round(load.speed), _sent(load.seconds))
-        for load in loads_of(links, routed.cables)
-    )
-
-
-def _kept(membership: Membership) -> tuple[KeptTraffic, ...]:
-    nbytes: dict[str, int] = {}
-    for one in (one for m in membership.targets.values() for one in m.shard.kept):
-        nbytes[one.name] = nbytes.get(one.name, 0) + one.nbytes
-    return tuple(KeptTraffic(name=name, bytes=size) for name, size in sorted(nbytes.items(), key=lambda at: -at[1]))
-
-
-def _pairs(traffic: Traffic) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (source rank, target rank, bytes, copies) of each pair, in order."""
-    order = np.lexsort((traffic.dst, traffic.src))
-    columns = (traffic.src, traffic.dst, traffic.bytes, traffic.copies)
-    return zip(*(column[order].tolist() for column in columns), strict=True)
-
-
-def _parameters(traffic: Traffic) -> tuple[ParameterTraffic, ...]:
-    order = np.argsort(-traffic.tensor_bytes, kind="stable")
-    rows = zip(order.tolist(), traffic.tensor_bytes[order].tolist(), traffic.tensor_copies[order].tolist(), strict=True)
-    return tuple(ParameterTraffic(name=traffic.tensors[i], bytes=moved, copies=count) for i, moved, count in rows)

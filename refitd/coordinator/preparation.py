@@ -1,230 +1,389 @@
-"""Prepare a swap for staging: a plan on every node, an epoch between nodes, sources compared and equal."""
+"""Prepare a swap for staging: a plan on every node, an epoch between nodes, sources compared and equal.
+
+An epoch is a process group of the nodes between which a plan moves bytes, with one lane per worker. The regions that
+several source ranks hold are compared by digests, until they are found equal; they are compared again once a source
+rank registers again or provides other tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import xxhash
 
-from refitd.config import Config
-from refitd.coordinator import decision
-from refitd.coordinator.actions import Instruction, Planned
-from refitd.coordinator.comparisons import Comparisons
-from refitd.coordinator.decision import Phase
-from refitd.coordinator.epochs import Epochs
-from refitd.coordinator.measuring import CableTests
-from refitd.coordinator.members import Node
-from refitd.coordinator.models import Models, ModelState, Running
-from refitd.coordinator.planning import Planning
-from refitd.coordinator.plans import RELAYING_SERVICES, LoadedPlan
-from refitd.coordinator.schedule import gave_way
-from refitd.coordinator.seeding import no_plan, without_unread
-from refitd.offline.clusters import ClusterSpeeds
-from refitd.protocol import cluster
-from refitd.protocol.base import Message
+from refitd.clusters import ClusterSpeeds
+from refitd.commit import decision
+from refitd.commit.decision import Phase
+from refitd.coordinator.actions import MakePlan, Planned, Waiter
+from refitd.coordinator.eligibility import unoffered
+from refitd.coordinator.fleet import ModelState, PlanRequest, RegionComparison, Running, Turn
+from refitd.coordinator.members import Membership
+from refitd.coordinator.plans import LoadedPlan
+from refitd.coordinator.reports import plan_answer
+from refitd.coordinator.schedule import gave_way, no_plan, without_unread
+from refitd.errors import PlanError, RefitdError
+from refitd.protocol import cluster, local, sidecar
+from refitd.protocol.base import Secret
 from refitd.states import SwapCause
 
-
-class Preparation:
-    """Prepares running swaps, and steps them once they are; `planning` answers operators too."""
-
-    def __init__(
-        self,
-        config: Config,
-        boot: str,
-        nodes: dict[str, Node],
-        models: Models,
-        step: Callable[[ModelState, decision.Event, float], None],
-        out: Callable[[Instruction], None],
-        to_node: Callable[[str, Message], None],
-        log: Callable[..., None],
-    ) -> None:
-        self._models, self._nodes = models, nodes
-        self._step, self._to_node, self._log = step, to_node, log
-        transport = config.transport
-        may_relay = transport.relays and transport.service in RELAYING_SERVICES
-        self.planning = Planning(models, out, may_relay=may_relay)
-        self._comparisons = Comparisons(to_node, log)
-        self._epochs = Epochs(boot, config, nodes, models, to_node)
-        self.cable_tests = CableTests(self._epochs, config, nodes, models, to_node, log)
-
-    def begin(self, state: ModelState, now: float) -> None:
-        """Prepare the swap of a model that has just begun."""
-        running = state.running
-        assert running is not None
-        self.cable_tests.give_way(state.membership.name)
-        if running.flips_back:
-            self._planned_without(state, running, now)
-        elif state.plan is not None and running.membership is state.membership:
-            self._plan_ready(state, state.plan, now)
-        else:
-            # only the present members: a rank that joins while the plan is made is caught up afterwards
-            running.membership = running.membership.only({replica for replica, _ in running.membership.targets})
-            event = self.planning.ask(running.membership, running.swap.swap)
-            if event is not None:
-                self.planned(event, now)
-
-    def load(self, state: ModelState, running: Running, node: str, now: float) -> None:
-        """Send a node its part of the running swap's plan, or go on if it has it."""
-        plan = running.plan
-        assert plan is not None
-        if node in plan.loaded_on:
-            self._step(state, decision.NodeLoaded(node), now)
-        elif (known := self._nodes.get(node)) is not None:
-            self._to_node(node, plan.message(state.membership.name, running.membership, node, known.held))
-
-    def node_said(
-        self,
-        name: str,
-        message: cluster.PlanLoaded
-        | cluster.PlanRefused
-        | cluster.PartsMissing
-        | cluster.EpochLost
-        | cluster.EpochPut
-        | cluster.RegionsDigested,
-        now: float,
-    ) -> None:
-        """Handle a node's message about plans, epochs and comparisons."""
-        match message:
-            case cluster.PlanLoaded(plan, epoch):
-                for state, used in self._epochs.using(plan, epoch, name):
-                    used.loaded_on.add(name)
-                    running = state.running
-                    is_last = running is not None and not set(running.swap.waiting) - {name}
-                    # one that gives way ends once its epoch is formed, before anything is copied
-                    ends = running is not None and running.gives_way and is_last
-                    self._step(state, gave_way() if ends else decision.NodeLoaded(name), now)
-            case cluster.PlanRefused(plan, epoch, where, reason) | cluster.EpochLost(plan, epoch, where, reason):
-                self._lost(plan, epoch, name, where, reason, now)
-            case cluster.PartsMissing(plan, epoch, missing):
-                self._lacks_parts(name, plan, epoch, missing, now)
-            case cluster.EpochPut(epoch, lane, key, value):
-                self._epochs.relay(name, cluster.EpochValue(epoch=epoch, lane=lane, key=key, value=value))
-            case cluster.RegionsDigested():
-                self._digested(name, message, now)
-
-    def use_speeds(self, speeds: ClusterSpeeds | None) -> None:
-        """Use these cable speeds in plans from the next swap on; None: all cables are equally fast."""
-        if speeds != self.planning.speeds:
-            self.planning.speeds = speeds
-            for state in self._models.values():
-                self.members_changed(state)
-
-    def tick(self, state: ModelState, running: Running, now: float) -> None:
-        """Abort a swap whose sources have not been compared in time."""
-        if late := self._comparisons.late(running, now):
-            self._step(state, decision.AbortAsked(late, SwapCause.DEADLINE), now)
-
-    def ended(self, state: ModelState, running: Running) -> None:
-        """Release what was prepared for a swap that is over. An epoch does not outlive a failed one."""
-        plan, is_aborted = running.plan, running.swap.phase is Phase.ABORTED
-        kept = state.plan
-        has_crossed = plan is not None and plan.epoch is not None
-        if is_aborted and has_crossed and kept is not None and kept is not plan and kept.epoch is not None:
-            # workers that still copy are replaced, and every epoch that they are in ends with them
-            self._epochs.drop(kept)
-        if plan is not None and (plan is not state.plan or (is_aborted and plan.epoch is not None)):
-            self._epochs.drop(plan)
-        if is_aborted:
-            self._comparisons.ended(running)
-
-    def planned(self, event: Planned, now: float) -> None:
-        """Handle a finished plan; the swap that waits for it continues, or aborts with the reason."""
-        found = self.planning.planned(event)
-        if found is not None:
-            state, plan = found
-            if isinstance(plan, str):
-                if state.running is not None:
-                    no_plan(state.running.membership)
-                text = f"the plan was refused: {'; '.join(plan.splitlines())}"
-                self._step(state, decision.AbortAsked(text, SwapCause.PLAN), now)
-            else:
-                self._plan_ready(state, plan, now)
-
-    def _plan_ready(self, state: ModelState, plan: LoadedPlan, now: float) -> None:
-        assert state.running is not None
-        if not self._comparisons.are_equal(state.running, plan, now):
-            return
-        running = state.running
-        if running.membership.seeds:
-            without_unread(running, plan)
-        membership = running.membership
-        senders = [
-            member for _, member in sorted(membership.sources.items()) if plan.members[member.id] in plan.senders
-        ]
-        if gone := [m for m in senders if running.version not in m.versions]:
-            reason = f"{gone[0].describe()}: version {running.version} was replaced by newer ones before it was read"
-            self._step(state, decision.AbortAsked(reason, SwapCause.OVERTAKEN), now)
-            return
-        if plan.routed.links and plan.epoch is None:
-            plan.epoch = self._epochs.new(plan.routed.links.nodes())
-        state.running.plan = plan
-        nbytes = plan.traffic.total_bytes + membership.converted_bytes()
-        more = frozenset(plan.epoch.nodes if plan.epoch is not None else ())
-        self._step(state, _ready(running, nbytes, more), now)
-
-    def _planned_without(self, state: ModelState, running: Running, now: float) -> None:
-        """Begin a swap that moves no bytes, so that no node has a plan to load."""
-        ready = _ready(running, 0, frozenset())
-        self._step(state, ready, now)
-        for node in sorted(ready.nodes):
-            self._step(state, decision.NodeLoaded(node), now)
-
-    def _digested(self, node: str, message: cluster.RegionsDigested, now: float) -> None:
-        """Handle a node's digests; after the last the swap continues with its plan, or aborts naming what differs."""
-        state = self._models.swapping(message.swap)
-        if state is None or state.running is None:
-            return  # the swap has ended meanwhile
-        found = self._comparisons.digested(state.running, node, message)
-        if isinstance(found, str):
-            self._step(state, decision.AbortAsked(found, SwapCause.SOURCES_DIFFER), now)
-        elif found is not None:
-            self._plan_ready(state, found, now)
-
-    def members_changed(self, state: ModelState) -> None:
-        """Drop the plan: the next swap needs a new one. A running swap keeps its own."""
-        plan, state.plan = state.plan, None
-        if plan is not None and (state.running is None or state.running.plan is not plan):
-            self._epochs.drop(plan)
-
-    def _lacks_parts(self, node: str, plan: str, epoch: str, missing: int, now: float) -> None:
-        """Send a plan again with all of its parts: the node lost some, or never got them."""
-        self._log("plan-parts-missing", plan=plan, node=node, missing=missing)
-        known = self._nodes.get(node)
-        if known is None or known.held is None:
-            return
-        known.held.forget()
-        for state, used in self._epochs.using(plan, epoch, node):
-            if node in used.given_whole:
-                reason = f"it lacks {missing} parts of the plan, which was sent with all of them"
-                self._lost(plan, epoch, node, f"node {node}", reason, now)
-                return
-            used.given_whole.add(node)
-            if state.running is not None:
-                self.load(state, state.running, node, now)
-
-    def _lost(self, plan: str, epoch: str, node: str, where: str, reason: str, now: float) -> None:
-        """Abort the swaps that use a plan or epoch which a node lost; the next swap loads it again."""
-        if self.cable_tests.lost(plan, f"{where}: {reason}"):
-            return
-        self._log("plan-lost", plan=plan, epoch=epoch, node=node, where=where, reason=reason)
-        for state, _ in self._epochs.using(plan, epoch, node):
-            self._step(state, decision.PlanLost(node, where, reason), now)
-        for state in self._models.values():
-            kept = state.plan
-            if kept is not None and kept.id == plan and kept.epoch is not None and kept.epoch.id == epoch:
-                self._epochs.drop(kept)
+# Share of a comparison's timeout given to nodes: their errors, which name the late process, must arrive first.
+NODE_SHARE = 0.9
 
 
-def _ready(running: Running, nbytes: int, more: frozenset[str]) -> decision.PlanReady:
-    """Return the event that begins a planned swap; `more` are participating nodes besides those of the targets."""
-    targets = running.membership.targets.values()
+def begin(turn: Turn, state: ModelState, running: Running) -> None:
+    """Prepare the swap of a model that has just begun."""
+    if running.flips_back:  # no bytes move, so it needs no plan
+        turn.post(running.swap.swap, _ready(running))
+        return
+    is_of_all = running.membership is state.membership
+    if is_of_all and state.plan is not None and not _is_in_order(turn, state.membership, state.plan):
+        members_changed(turn, state)
+    if is_of_all and state.plan is not None:
+        _plan_ready(turn, running, state.plan)
+    else:
+        # only the present members: a rank that joins while the plan is made is caught up afterwards
+        running.membership = running.membership.only({replica for replica, _ in running.membership.targets})
+        event = _ask(turn, running.membership, running.swap.swap)
+        if event is not None:
+            planned(turn, event)
+
+
+def planned(turn: Turn, event: Planned) -> None:
+    """Handle a finished plan; the swap that waits for it continues, or aborts with the reason."""
+    found = _receive(turn, event)
+    if found is None:
+        return
+    running, plan = found
+    if isinstance(plan, str):
+        no_plan(running.membership)
+        text = f"the plan was refused: {'; '.join(plan.splitlines())}"
+        turn.post(running.swap.swap, decision.AbortAsked(text, SwapCause.PLAN))
+    else:
+        _plan_ready(turn, running, plan)
+
+
+def _plan_ready(turn: Turn, running: Running, plan: LoadedPlan) -> None:
+    if plan.has_regions and not _sources_are_equal(turn, running, plan):
+        return
+    if running.membership.seeds:
+        without_unread(running, plan)
+    membership = running.membership
+    senders = [member for _, member in sorted(membership.sources.items()) if plan.members[member.id] in plan.senders]
+    if gone := [m for m in senders if running.version not in m.source.versions]:
+        reason = f"{gone[0].describe()}: version {running.version} was replaced by newer ones before it was read"
+        turn.post(running.swap.swap, decision.AbortAsked(reason, SwapCause.OVERTAKEN))
+        return
+    if plan.moves_between and plan.epoch is None:
+        plan.epoch = _new_epoch(turn, plan.routed.links.nodes())
+    running.plan = plan
+    turn.post(running.swap.swap, _ready(running))
+
+
+def _ready(running: Running) -> decision.PlanReady:
+    """Return the event that begins the transfer with the swap's plan, or the exchange of arenas without one."""
+    targets, plan = running.membership.targets.values(), running.plan
     ranks = {m.id: m.node for m in targets}
-    controllers = [
-        c for c in running.membership.in_control() if c.id in running.swap.names
-    ]  # others came after its begin
+    nodes = frozenset(ranks.values())
+    nbytes, loaded = 0, nodes
+    if plan is not None:
+        nodes |= frozenset(plan.epoch.nodes if plan.epoch is not None else ())  # some have no targets
+        nbytes = plan.nbytes + sum(m.added.converted_bytes for m in targets)
+        loaded = nodes & plan.loaded_on
+    pausing = [c for c in running.controllers if c.added.pauses]
+    written = {m.added.replica for m in targets if m.added.in_place}
     return decision.PlanReady(
-        members=ranks | {c.id: c.node for c in controllers},
-        nodes=frozenset(ranks.values()) | more,
+        members=ranks | {c.id: c.node for c in running.controllers},
+        nodes=nodes,
         bytes_total=nbytes,
-        asked=frozenset({m.id for m in targets if m.added.pauses} | {c.id for c in controllers if c.added.pauses}),
+        asked=frozenset(c.id for c in pausing),
+        halts=frozenset(c.id for c in pausing if c.added.replica in written),
         in_place=frozenset(m.id for m in targets if m.added.in_place),
+        loaded=loaded,
     )
+
+
+def load(turn: Turn, running: Running, node: str) -> None:
+    """Send a node its share of the running swap's plan."""
+    plan, known = running.plan, turn.fleet.nodes.get(node)
+    if plan is not None and known is not None:
+        seeds = [member.id for member in running.membership.seeds.values()]
+        turn.to_node(node, plan.message(running.swap.model, seeds, node, known.held))
+
+
+# --- requests for plans -----------------------------------------------------------------------------------
+
+# services whose ranks may pass on what they receive (copy_services/windows.py)
+RELAYING_SERVICES = frozenset({"gloo", "nixl"})
+
+
+def show(turn: Turn, state: ModelState, viewer: Waiter) -> None:
+    """Answer an operator's request once the plan exists.
+
+    Raises:
+        PlanError: targets want parts that no source offers.
+    """
+    if problems := unoffered(state.membership):
+        raise PlanError(problems)
+    if state.plan is not None:
+        turn.effects.append(plan_answer(viewer, state.membership, state.plan))
+        return
+    event = _ask(turn, state.membership.only({replica for replica, _ in state.membership.targets}), viewer)
+    if event is not None:
+        _receive(turn, event)
+
+
+def _ask(turn: Turn, membership: Membership, who: str | Waiter) -> Planned | None:
+    """Request a plan for these members from a background thread; return the result if it is cached, for `_receive`."""
+    fleet, pools = turn.fleet, membership.pools()
+    cached = fleet.plans.get(pools, fleet.speeds)
+    ticket = fleet.number("plan")
+    fleet.plan_requests[ticket] = PlanRequest(membership.name, who, membership, fleet.speeds)
+    if cached is not None and _is_in_order(turn, membership, cached):
+        return Planned(ticket, cached)
+    try:
+        rosters = fleet.descriptions.reader.rosters(pools)
+    except RefitdError as exc:  # an unreadable description: end the swap now, not at its deadline
+        return Planned(ticket, None, exc)
+    transport = fleet.config.transport
+    may_relay = transport.relays and transport.service in RELAYING_SERVICES
+    turn.effects.append(MakePlan(ticket, rosters, may_relay, _without_base(turn, membership), fleet.speeds))
+    return None
+
+
+def _is_in_order(turn: Turn, membership: Membership, plan: LoadedPlan) -> bool:
+    """Return whether the nodes without a base come last on the relay paths of a plan for these members.
+
+    The copies of a plan stay right, but nodes may lose their base after it was made.
+    """
+    relays = plan.routed.relays
+    return not relays.paths or relays.puts_last(_without_base(turn, membership))
+
+
+def _without_base(turn: Turn, membership: Membership) -> frozenset[str]:
+    """Return the nodes with a target that can use no delta.
+
+    It does not serve the live version, its daemon distrusts its base, or it is written in place.
+    """
+    state = turn.fleet.models.get(membership.name)
+    live = None if state is None else state.live
+    return frozenset(
+        m.node
+        for m in membership.targets.values()
+        if m.added.in_place or m.arenas.lacks_base or (live is not None and not live.is_at(m.version, m.run))
+    )
+
+
+def _receive(turn: Turn, event: Planned) -> tuple[Running, LoadedPlan | str] | None:
+    """Cache a requested plan, and answer an operator.
+
+    Returns:
+        (swap, plan or the reason for its refusal) if a running swap requested it, else None.
+    """
+    fleet = turn.fleet
+    asked = fleet.plan_requests.pop(event.ticket)
+    who, membership, plan = asked.who, asked.membership, event.plan
+    state = fleet.models.get(asked.model)
+    if plan is not None and state is not None:
+        fleet.plans.put(membership.pools(), asked.speeds, plan)
+        plan = plan.unloaded()
+        plan.belongs_to(membership.name, membership.ranks())
+        if membership.ranks() == state.membership.ranks() and not membership.seeds and asked.speeds == fleet.speeds:
+            state.plan = plan
+    error = str(event.error) if event.error else ""  # one reason per line
+    if not isinstance(who, str):
+        if plan is None or state is None:
+            turn.send(who, local.Failure(code=PlanError.code, message=error or "the model has left"))
+        else:
+            turn.effects.append(plan_answer(who, membership, plan))
+        return None
+    if state is None or state.running is None or state.running.swap.swap != who:
+        return None
+    return state.running, error if plan is None else plan
+
+
+# --- what nodes say about plans ---------------------------------------------------------------------------
+
+
+def loaded(turn: Turn, node: str, message: cluster.PlanLoaded) -> None:
+    """Note that a node has a plan and its epoch."""
+    for running, plan in _using(turn, message.plan, message.epoch, node):
+        plan.loaded_on.add(node)
+        # a swap that gives way ends once its epoch is formed, before anything is copied
+        ends = running.gives_way and running.swap.waiting <= {node}
+        turn.post(running.swap.swap, gave_way() if ends else decision.NodeLoaded(node))
+
+
+def lacks_parts(turn: Turn, node: str, message: cluster.PlanLoaded) -> None:
+    """Send a plan again with all of its parts: the node lost some, or never got them."""
+    plan, epoch, missing = message.plan, message.epoch, message.missing
+    turn.log("plan-parts-missing", plan=plan, node=node, missing=missing)
+    known = turn.fleet.nodes.get(node)
+    if known is None:
+        return
+    known.held.forget()
+    for running, used in _using(turn, plan, epoch, node):
+        if node in used.given_whole:
+            reason = f"it lacks {missing} parts of the plan, which was sent with all of them"
+            lost(turn, node, plan, epoch, f"node {node}", reason)
+            return
+        used.given_whole.add(node)
+        load(turn, running, node)
+
+
+def lost(turn: Turn, node: str, plan: str, epoch: str, where: str, reason: str) -> None:
+    """Abort the swaps that use a plan or epoch which a node lost; the next swap loads it again."""
+    turn.log("plan-lost", plan=plan, epoch=epoch, node=node, where=where, reason=reason)
+    for running, _ in _using(turn, plan, epoch, node):
+        turn.post(running.swap.swap, decision.PlanLost(node, where, reason))
+    for state in turn.fleet.models.values():
+        of_model = state.plan
+        if of_model is not None and of_model.id == plan and of_model.epoch is not None and of_model.epoch.id == epoch:
+            _drop(turn, of_model)
+
+
+def members_changed(turn: Turn, state: ModelState) -> None:
+    """Drop the plan: the next swap needs a new one. A running swap keeps its own."""
+    plan, state.plan = state.plan, None
+    if plan is not None and (state.running is None or state.running.plan is not plan):
+        _drop(turn, plan)
+
+
+def use_speeds(turn: Turn, speeds: ClusterSpeeds | None) -> None:
+    """Use these cable speeds in plans from the next swap on; None: all cables are equally fast."""
+    if speeds != turn.fleet.speeds:
+        turn.fleet.speeds = speeds
+        for state in turn.fleet.models.values():
+            members_changed(turn, state)
+
+
+def ended(turn: Turn, state: ModelState, running: Running) -> None:
+    """Release what was prepared for a swap that is over. An epoch does not outlive a failed one."""
+    plan, of_model, is_aborted = running.plan, state.plan, running.swap.phase is Phase.ABORTED
+    if is_aborted and plan is not None and plan.epoch is not None:
+        # workers that still copy are replaced, and every epoch that they are in ends with them
+        if of_model is not None and of_model is not plan and of_model.epoch is not None:
+            _drop(turn, of_model)
+        _drop(turn, plan)
+    elif plan is not None and plan is not of_model:
+        _drop(turn, plan)
+    if is_aborted and running.comparison is not None:
+        for node in running.comparison.nodes:  # nodes stop digesting and release the versions
+            turn.to_node(node, cluster.Abort(swap=running.swap.swap, reason=running.swap.reason))
+
+
+# --- epochs -----------------------------------------------------------------------------------------------
+
+
+def _new_epoch(turn: Turn, names: set[str]) -> cluster.EpochPlan:
+    """Return a new epoch of these nodes; it is formed while the plan is loaded."""
+    fleet = turn.fleet
+    nodes = tuple(sorted(names & fleet.nodes.keys()))
+    status = [fleet.nodes[name].status for name in nodes]
+    transport = fleet.config.transport
+    lanes = min((len(s.workers) for s in status), default=1)
+    return cluster.EpochPlan(
+        id=f"{fleet.boot}.{fleet.number('epoch')}",
+        service=transport.service,
+        nodes=nodes,
+        hosts=tuple(s.host for s in status),
+        lanes=min(transport.lanes, lanes) if transport.lanes else lanes,
+        staging_bytes=transport.staging_bytes,
+        # shorter than the phase: the workers' errors, which name the missing one, must arrive first
+        timeout_s=0.9 * fleet.config.deadlines.plan_s,
+        key=Secret(fleet.ids.key()),
+    )
+
+
+def _using(turn: Turn, plan: str, epoch: str, node: str) -> list[tuple[Running, LoadedPlan]]:
+    """Return the running swaps that use this plan, in the epoch that this node reports."""
+    return [
+        (running, used)
+        for state in turn.fleet.models.values()
+        if (running := state.running) is not None
+        and (used := running.plan) is not None
+        and used.id == plan
+        and used.epoch_of(node) == epoch
+    ]
+
+
+def relay(turn: Turn, origin: str, message: sidecar.LaneValue) -> None:
+    """Pass a worker's value on to its peers of the epoch."""
+    states = turn.fleet.models.values()
+    plans = [s.plan for s in states] + [s.running.plan for s in states if s.running]
+    epochs = (plan.epoch for plan in plans if plan is not None)
+    epoch = next((epoch for epoch in epochs if epoch is not None and epoch.id == message.epoch), None)
+    if epoch is not None and origin in epoch.nodes and message.lane < epoch.lanes:
+        for node in epoch.nodes:
+            if node != origin:
+                turn.to_node(node, message)
+
+
+def _drop(turn: Turn, plan: LoadedPlan) -> None:
+    """Tell every node to drop a plan. If it is used again, it is loaded again with a new epoch."""
+    nodes = plan.loaded_on | set(plan.epoch.nodes if plan.epoch is not None else ())
+    plan.loaded_on, plan.given_whole, plan.epoch = set(), set(), None
+    for name in sorted(nodes):
+        turn.to_node(name, cluster.DropPlan(plan=plan.id))
+
+
+# --- comparison of sources --------------------------------------------------------------------------------
+
+
+def _sources_are_equal(turn: Turn, running: Running, plan: LoadedPlan) -> bool:
+    """Return whether the regions that several sources hold are known to be equal; if not, request digests."""
+    membership, swap, regions = running.membership, running.swap, plan.regions
+    is_compared = running.comparison is not None  # for this swap
+    # the bytes of seeds were compared when the version went live
+    if is_compared or not membership.check_replicas or membership.seeds:
+        return True
+    # a rank that is not read may have dropped the version; a later swap compares it
+    held = [
+        member
+        for rank, member in sorted(membership.sources.items())
+        if rank in regions.holder_of and swap.version in member.source.versions
+    ]
+    content = [regions.digest, *(f"{member.id} {member.source.contents}" for member in held)]
+    key = xxhash.xxh3_128_hexdigest("\0".join(content).encode())
+    if not held or membership.compared.get(key):
+        return True
+    timeout_s = NODE_SHARE * (swap.deadline - turn.now)
+    comparison = RegionComparison(key, regions, held, turn.now + timeout_s)
+    turn.log("comparing", swap=swap.swap, regions=len(regions), nodes=", ".join(comparison.nodes))
+    running.plan, running.comparison = plan, comparison
+    for node, request in comparison.requests(swap.swap, swap.version, running.run, NODE_SHARE * timeout_s):
+        turn.to_node(node, request)
+    return False
+
+
+def digested(turn: Turn, node: str, message: cluster.RegionsDigested) -> None:
+    """Handle a node's digests; after the last the swap continues with its plan, or aborts naming the differences."""
+    state = turn.fleet.swapping.get(message.swap)
+    running = None if state is None else state.running
+    comparison = None if running is None else running.comparison
+    if running is None or comparison is None or not comparison.waiting:
+        return  # the swap has ended
+    problem = ""
+    if message.reason:
+        problem = f"comparing the sources of {running.swap.model!r}: {message.reason}"
+    elif not comparison.answered(node, message.digests):
+        return
+    elif problems := comparison.problems():
+        advice = f"[models.{running.swap.model}] check_replicas = false at the coordinator swaps all the same"
+        problem = f"{'; '.join(problems)} ({advice})"
+    if problem:
+        turn.post(running.swap.swap, decision.AbortAsked(problem, SwapCause.SOURCES_DIFFER))
+        return
+    running.membership.compared.put(comparison.key, True)
+    if running.plan is not None:
+        _plan_ready(turn, running, running.plan)
+
+
+def tick(turn: Turn, running: Running) -> None:
+    """Abort a swap whose sources have not been compared in time."""
+    comparison, swap = running.comparison, running.swap
+    if comparison is None or not comparison.waiting or turn.now < comparison.deadline:
+        return
+    late = (
+        f"nodes {', '.join(sorted(comparison.waiting))}: what several sources hold is not compared after "
+        f"{turn.now - swap.entered[swap.phase]:.1f} s (look at their workers, allow more time, or set "
+        f"[models.{swap.model}] check_replicas = false at the coordinator)"
+    )
+    turn.post(swap.swap, decision.AbortAsked(late, SwapCause.DEADLINE))

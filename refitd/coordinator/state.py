@@ -1,15 +1,21 @@
-"""The coordinator's state without sockets: takes events, returns instructions."""
+"""The coordinator's state: takes events, returns effects. It has no sockets, no clock and no callbacks."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
+from refitd.clusters import ClusterSpeeds
+from refitd.commit import decision
 from refitd.config import Config
-from refitd.coordinator.absent import AbsentRanks
+from refitd.coordinator import (
+    controllers,
+    nodes,
+    preparation,
+    registrations,
+    swap_queue,
+    swaps,
+)
 from refitd.coordinator.actions import (
-    Answer,
     DrainWritten,
     Event,
     FilesRead,
@@ -18,50 +24,31 @@ from refitd.coordinator.actions import (
     JournalWritten,
     Planned,
     ReadFiles,
-    Remember,
-    Send,
+    Waiter,
 )
-from refitd.coordinator.admission import check_hello, check_message
-from refitd.coordinator.cables import with_speeds
-from refitd.coordinator.descriptions import Descriptions, unpack_shard
-from refitd.coordinator.drains import Drains
-from refitd.coordinator.live_versions import LiveVersions, NoPast, Past
-from refitd.coordinator.members import Member, Node
-from refitd.coordinator.models import MAX_HISTORY, Models, Recent, Waiter
-from refitd.coordinator.plan_parts import SHARES_SINCE, HeldParts
-from refitd.coordinator.records import Drained, SwapRecord
-from refitd.coordinator.recovery import Recovery
-from refitd.coordinator.registrations import Registrations
-from refitd.coordinator.removals import Removals
-from refitd.coordinator.settling import Settling
-from refitd.coordinator.source_versions import SourceVersions
-from refitd.coordinator.status import history_report, model_description, status_report
-from refitd.coordinator.swaps import Swaps
-from refitd.coordinator.traces import Traces
-from refitd.coordinator.unrounded import unrounded_by
-from refitd.coordinator.verification import Checks
-from refitd.errors import ProtocolError, RefitdError, RefusedError
-from refitd.events import Busy, Log, Tick
-from refitd.offline.clusters import ClusterSpeeds
-from refitd.protocol import cluster, control, local, versions
-from refitd.protocol.base import PROTOCOL_VERSION, Message
-from refitd.protocol.reports import ReloadReport, VerifyReport
-from refitd.protocol.traces import GetTrace, NodeTrace, TraceReport
-
-# Daemons send a heartbeat every second. After this long without one a node's members count as lost.
-NODE_SILENCE_S = 10.0
+from refitd.coordinator.descriptions import unpack_shard
+from refitd.coordinator.eligibility import unrounded_by
+from refitd.coordinator.fleet import MAX_HISTORY, Fleet, Ids, Models, ModelState, Turn
+from refitd.coordinator.inquiries import Traces
+from refitd.coordinator.journals.base import Drained, Journal, SwapRecord
+from refitd.coordinator.live_versions import AbsentRanks, LiveVersions, Recovery
+from refitd.coordinator.members import Node
+from refitd.coordinator.nodes import NODE_SILENCE_S
+from refitd.coordinator.reports import history_report, model_description, status_report
+from refitd.errors import RefitdError, RefusedError
+from refitd.events import Busy, Tick
+from refitd.protocol import cluster, local, sidecar
+from refitd.protocol.base import Message
+from refitd.protocol.reports import GetTrace, NodeTrace
+from refitd.protocol.roles import check_names, check_role
 
 
-def _same(report: TraceReport) -> Message:
-    return report
+class CoordinatorState(Fleet):
+    """The coordinator's state and its one method that changes it, `handle`.
 
-
-def _nothing(model: str, limit: int) -> Sequence[SwapRecord]:
-    return ()
-
-
-class CoordinatorState:
-    """All of the coordinator's state. `handle` takes an event and returns instructions."""
+    A deep copy is independent: `copy.handle(event, now)` returns what the original would, and the original does not
+    change. They share the journal that `past` reads.
+    """
 
     def __init__(
         self,
@@ -69,384 +56,304 @@ class CoordinatorState:
         boot: str,
         pid: int,
         started: float,
-        new_swap_id: Callable[[], str],
-        wall_clock: Callable[[], float],
-        decided: Callable[[str], SwapRecord | None],
-        recent: Recent = _nothing,
-        past: Past | None = None,
+        ids: Ids,
+        past: Journal,
+        *,
         is_standalone: bool = False,
-        new_run: Callable[[], str] = lambda: secrets.token_hex(4),
         host: str = "",
         drained: Drained | None = None,
         speeds: ClusterSpeeds | None = None,
     ) -> None:
-        """Start empty. `decided`, `recent` and `past` read the journal, also entries of earlier coordinators.
+        """Start without members.
 
-        `drained` are the nodes that the journal knows as drained; the coordinator keeps them up to date there.
-
-        `speeds` are those of the nodes' cables; None: all are equally fast.
-
-        `is_standalone` says that a standalone daemon started this process. `new_run` returns a new run id.
+        Args:
+            config: of this process.
+            boot: identifies this process.
+            pid: of this process.
+            started: the time now, of the clock that `handle` is given.
+            ids: makes ids and keys.
+            past: the journal, which this object only reads.
+            is_standalone: a standalone daemon started this process.
+            host: name of this host, for reports.
+            drained: the nodes that the journal knows as drained.
+            speeds: of the nodes' cables; None: all are equally fast.
         """
-        self._config = config
-        self._boot, self._pid, self._started = boot, pid, started
-        self._recent, self._wall_clock = recent, wall_clock
-        self.nodes: dict[str, Node] = {}
-        self._node_at: dict[bytes, Node] = {}  # by identity
-        self.models = Models()
-        self._members: dict[str, Member] = {}
-        self._checks = Checks()
-        self.traces = Traces(host, self.models)
-        self._lives = LiveVersions(
-            past or NoPast(),
-            started,
-            is_standalone,
-            lambda found: self._out.append(Remember(found)),
-            wall_clock,
-            self._log,
-        )
-        self._numbers = 0
-        self._out: list[Instruction] = []
+        models, swapping = Models(), dict[str, ModelState]()
+        ended = past.recent("", MAX_HISTORY)
         # by this time every living rank has registered again and reached a commit point
         late = started + NODE_SILENCE_S + config.deadlines.commit_s
-        ended = recent("", MAX_HISTORY)
-        recovery = Recovery(ended, late)
-        self._absent = AbsentRanks()
-        self._absent.journalled(ended, started + config.deadlines.lease_s)
-        self.swaps = Swaps(
+        absent = AbsentRanks(started + config.deadlines.lease_s)
+        absent.journalled(ended, limit=MAX_HISTORY)
+        super().__init__(
             config,
             boot,
-            self.nodes,
-            self.models,
-            self._members,
-            new_swap_id,
-            wall_clock,
-            decided,
-            self._lives,
-            recovery,
-            self._absent,
-            self.traces,
-            self._out.append,
-        )
-        self.swaps.preparation.planning.speeds = speeds
-        self.swaps.preparation.cable_tests.answer = lambda waiter, message: self._send(*waiter, message)
-        self._drains = Drains(
+            pid,
+            started,
+            host,
+            past,
+            ids,
+            LiveVersions(past, started, is_standalone),
+            Recovery(ended, late),
+            absent,
             {} if drained is None else drained,
-            self.nodes,
-            self.models,
-            self.swaps.queue.next,
-            self._out.append,
-            self._send,
-            self._log,
-        )
-        self._descriptions = Descriptions(self.swaps.preparation.planning.reader)
-        self._sources = SourceVersions(self._members, new_run, self._to_node, self._log)
-        self._settling = Settling(self.models, self._members, self._lives, self.swaps, self._to_node)
-        self._registrations = Registrations(
-            config,
-            self.models,
-            self._members,
-            recent,
-            self._descriptions,
-            self._sources,
-            self._drains,
-            self._lives,
-            recovery,
-            self._absent,
-            self.swaps,
-            self._settling,
-            self._to_node,
-            self._send,
-            self._log,
-        )
-        self._removals = Removals(
-            self.nodes, self.models, self._registrations.remove, self._forget_node, self._to_node, self._log
+            models,
+            swapping,
+            Traces(host),
+            speeds,
         )
 
-    def handle(self, event: Event, now: float) -> list[Instruction]:
-        """Handle an event; return instructions. A refused request changes nothing."""
+    def handle(self, event: Event, now: float, wall: float = 0.0) -> list[Instruction]:
+        """Handle an event; return the effects that the caller must perform, in order.
+
+        A refused request leaves the state unchanged.
+
+        Args:
+            event: the event.
+            now: the time, in seconds of a monotonic clock.
+            wall: the time, in seconds since the epoch; the journal and traces record it.
+        """
+        turn = Turn(now, wall, self)
         match event:
             case FromNode():
-                self._from_node(event, now)
-                if not self._settling.has_begun and self.nodes and not self._absent.awaits_any:
-                    # a swap that begins before a rank is back leaves it out, and waits for its permit to end
-                    self._lives.heard(now)
-                    self._settling.begin(now)
+                _from_node(turn, event)
+                if not self.may_swap and self.nodes and not self.absent.awaits_any:
+                    # a swap that begins before a rank has returned leaves it out, and waits for its permit to end
+                    self.lives.heard()
+                    swap_queue.settle_all(turn)
             case Planned():
-                self.swaps.preparation.planned(event, now)
-            case FilesRead(allowed, waiter, speeds):
-                self.swaps.preparation.use_speeds(speeds)
-
-                def tell(report: ReloadReport) -> None:
-                    if waiter is not None:
-                        self._send(*waiter, with_speeds(report, speeds, self.nodes))
-
-                self._removals.keys_read(allowed, tell, now)
+                preparation.planned(turn, event)
+            case FilesRead():
+                nodes.files_read(turn, event)
             case DrainWritten():
-                self._drains.written(event, now)
-            case JournalWritten(swaps, error):
-                for swap in swaps:
-                    self.swaps.journalled(swap, error, now)
+                nodes.drain_written(turn, event)
+            case JournalWritten(written, None, sequences):
+                for swap, sequence in zip(written, sequences, strict=True):
+                    swaps.journalled(turn, swap, sequence)
+            case JournalWritten(written, error):
+                turn.events += ((swap, decision.NotJournalled(str(error))) for swap in written)
+                if self.undone:
+                    swap_queue.settle_answered(turn, written)
             case Busy(seconds):
                 for node in self.nodes.values():
-                    node.last_heard = min(now, node.last_heard + seconds)  # nodes heard meanwhile gain nothing
+                    node.last_heard = min(now, node.last_heard + seconds)  # a node that was heard keeps its time
             case Tick():
-                self._tick(now)
-        done = self._out[:]
-        self._out.clear()
-        return done
-
-    # --- daemons ------------------------------------------------------------------------------------------
-
-    @property
-    def may_swap(self) -> bool:
-        """Whether swaps may begin: it is certain which versions are live."""
-        return self._settling.has_begun
-
-    @property
-    def drained(self) -> Collection[str]:
-        """The drained nodes, connected or not."""
-        return self._drains.nodes
-
-    def knows(self, identity: bytes, key: str) -> bool:
-        """Whether this connection belongs to a node; others may only send NodeHello."""
-        node = self._node_at.get(identity)
-        return node is not None and node.key == key
-
-    def _from_node(self, event: FromNode, now: float) -> None:
-        identity, request, message = event.identity, event.request, event.message
-        if isinstance(message, cluster.NodeHello):
-            self._hello(event, message, now)
-            return
-        node = self._node_at.get(identity)
-        if node is None or node.key != event.key:
-            # the daemon's connection is older than this coordinator: ask for NodeHello again
-            failure = local.Failure(code="unknown-node", message="say NodeHello first")
-            self._send(identity, request, failure)
-            return
-        node.last_heard = now
-        try:
-            check_message(node, message, self._members)
-            self._from_known(node, event, now)
-        except RefitdError as exc:
-            self._log("refused", node=node.status.node, message=type(message).__name__, reason=str(exc))
-            self._send(identity, request, local.Failure(code=exc.code, message=str(exc)))
-
-    def _hello(self, event: FromNode, message: cluster.NodeHello, now: float) -> None:
-        identity, request, name = event.identity, event.request, message.status.node
-        old = self.nodes.get(name)
-        alive = old is not None and now - old.last_heard < NODE_SILENCE_S / 2
-        try:
-            versions.check(message.protocol, f"node {name}", "this coordinator")
-            check_hello(identity, event.key, event.allowed, message, self.nodes, alive)
-        except (ProtocolError, RefusedError) as exc:
-            self._log("refused", node=name, message="NodeHello", reason=str(exc))
-            self._send(identity, request, local.Failure(code=exc.code, message=str(exc)))
-            return
-        if old is not None and old.status.pid != message.status.pid and alive:
-            error = (
-                f"node name {name!r} is in use by the daemon with pid {old.status.pid} on {old.status.host}; "
-                "set node.name"
-            )
-            self._send(identity, request, local.Failure(code=RefusedError.code, message=error))
-            return
-        same = old is not None and old.status.pid == message.status.pid
-        # a daemon without an answer repeats its NodeHello
-        repeats = old is not None and same and old.identity == identity
-        if old is not None and not (repeats and all(member.node != name for member in self._members.values())):
-            said = f"its daemon has {'introduced itself' if same else 'started'} again"
-            self._forget_node(name, said, now, event="node-again" if same else "node-lost")
-        held = HeldParts(takes_shares=message.protocol >= SHARES_SINCE) if message.keeps_parts else None
-        node = Node(identity, message.status, now, event.key, event.allowed, message.protocol, held)
-        self._node_at[identity] = self.nodes[name] = node
-        protocol = versions.shown(message.protocol)
-        self._log("node", node=name, pid=message.status.pid, host=message.status.host, protocol=protocol)
-        self._lives.greeted(now)
-        changed = self._lives.said(name, message.live)
-        for model in {claim.model for claim in message.live} | set(self._lives.models()):
-            if (claim := self._lives.claim(model)) is not None and model not in changed:
-                self._send(identity, 0, cluster.LiveIs(live=claim))
-        lease_s = self._config.deadlines.lease_s
-        welcome = cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot=self._boot, lease_s=lease_s, clock_s=now)
-        self._send(identity, request, welcome)
-        for model in changed:
-            self._settling.live_learned(model, now)
-        for state in [self.models[model] for model in changed if model in self.models]:
-            self.swaps.queue.next(state, now)
-
-    def _from_known(self, node: Node, event: FromNode, now: float) -> None:
-        request, message = event.request, event.message
-        reply: Message | None = None
-        match message:
-            case cluster.NodeUpdate(status, moved):
-                node.status = status
-                for one in moved:
-                    if (member := self._members.get(one.member)) is not None:
-                        member.step, member.events = one.step, one.events
-                        member.spare = None if one.spare_lost else member.spare
-                reply = cluster.HeartbeatAnswer(now)
-            case cluster.NodeLeaves():
-                self._forget_node(node.status.node, "its daemon was stopped", now, event="node-left")
-                return
-            case cluster.DescribeShard(digest, packed):
-                used = {member.added.digest for member in self._members.values()}
-                self._descriptions.take(digest, event.read or unpack_shard(packed, digest), used)
-            case cluster.AddShard():
-                reply = self._registrations.add(node, message, now)
-            case cluster.RemoveShard(member, reason):
-                self._registrations.remove(member, reason, now)
-            case cluster.MemberSuspended(member, suspended, is_lost):
-                self._registrations.suspend(self._registrations.member(member), suspended, is_lost, now)
-                reply = local.Done()
-            case control.AddController():
-                self._registrations.add_controller(node, message, now)
-                reply = local.Done()
-            case control.RemoveController(member, reason):
-                self._registrations.remove_controller(member, node.status.node, reason, now)
-            case cluster.DetachShard(member, reason):
-                self._registrations.detach(member, reason)
-            case cluster.ShardPublished():
-                source = self._registrations.member(message.member)
-                self._sources.published(self.models[source.added.model], source, message)
-                reply = local.Done()
-            case cluster.ShardWithdrawn(member, version):
-                self._registrations.withdrawn(member, version, now)
-            case cluster.WantsRoom(member, _, slots):
-                found = self._registrations.member(member)
-                self._sources.wants_room(self.models[found.added.model], found, slots)
-            case local.StartSwap():
-                self.swaps.queue.start(message, (node.identity, request), now)
-            case local.StartSwaps():
-                self.swaps.queue.start_together(message, (node.identity, request), now)
-            case local.GetHistory(model, limit):
-                reply = history_report(self._past_swaps(model, limit))
-            case local.AbortSwap(model, reason):
-                self.swaps.abort(self.models.named(model), reason, now)
-                reply = local.Done()
-            case local.Evict():
-                reply = self._removals.evict(message, now)
-            case local.Forget(model):
-                self._check_known(model)
-                reply = self._removals.forget(model, now)
-            case local.Reload():
-                self._out.append(ReadFiles((node.identity, request)))
-            case local.MeasureCables():
-                self.swaps.preparation.cable_tests.begin(message, (node.identity, request), now)
-            case cluster.CableMeasured():
-                self.swaps.preparation.cable_tests.measured(node.status.node, message)
-            case local.DrainNode(name):
-                self._drains.drain(name, (node.identity, request))
-            case local.ResumeNode(name):
-                self._drains.resume(name, (node.identity, request))
-            case local.Verify(model, timeout_s):
-                membership = self.models.named(model).membership
-                self._numbers += 1
-                asked = f"{self._boot}.{self._numbers}"
-                within_s = timeout_s or self._config.deadlines.request_s
-                for name, check in self._checks.begin(asked, membership, (node.identity, request), within_s, now):
-                    self._to_node(name, check)
-            case cluster.MembersChecked():
-                self._answer_checks(self._checks.answered(message, now))
-            case GetTrace():
-                self._check_known(message.model)
-                self._numbers += 1
-                number, wall = f"{self._boot}.{self._numbers}", self._wall_clock()
-                collect = self.traces.begin(number, message, (node.identity, request), self.nodes.keys(), now, wall)
-                for name in self.nodes:
-                    self._to_node(name, collect)
-            case NodeTrace():
-                self._answer_traces(self.traces.answered(node.status.node, message))
-            case local.GetStatus():
-                uptime_s = max(0.0, now - self._started)
-                reply = status_report(self._pid, uptime_s, self.nodes, self.models, self._config, self.drained)
-            case local.GetDescription(model):
-                reply = model_description(self.models.named(model).membership)
-            case local.GetUnrounded(member):
-                found = self._registrations.member(member)
-                state = self.models[found.added.model]
-                reply = local.Unrounded(unrounded_by(state.membership, found), state.takes_part(found))
-            case local.GetPlan(model):
-                self.swaps.preparation.planning.show(self.models.named(model), (node.identity, request))
-            case _:
-                self.swaps.node_said(node.status.node, message, now)
-        if reply is not None:
-            self._send(node.identity, request, reply)
-        # only after the reply: a rank must know that it is registered before a swap sends it anything
-        if isinstance(message, control.AddController) or (
-            isinstance(message, cluster.AddShard) and not message.is_question
-        ):
-            self.swaps.controllers.ranks_changed(message.model, message.replica, now)
-            self.swaps.queue.next(self.models[message.model], now)
-        elif isinstance(message, cluster.ShardPublished | cluster.MemberSuspended):
-            state = self.models[self._registrations.member(message.member).added.model]
-            # nothing can begin before the last of thousands of ranks has published
-            if isinstance(message, cluster.MemberSuspended) or state.membership.completes(message.version):
-                self.swaps.queue.next(state, now)
-
-    def _past_swaps(self, model: str, limit: int) -> Sequence[SwapRecord]:
-        """Return the last swaps of a model, "" for all."""
-        if model:
-            self._check_known(model)
-        return self._recent(model, min(limit, MAX_HISTORY))
-
-    def _check_known(self, model: str) -> None:
-        """Raise RefusedError, which lists the known models, if a model is neither registered nor in the journal."""
-        if model in self.models or self._recent(model, 1):
-            return
-        known = {*self.models, *self._lives.models(), *(record.model for record in self._recent("", MAX_HISTORY))}
-        if model not in known:
-            raise RefusedError(f"no model {model!r} is known; known models: {', '.join(sorted(known)) or 'none'}")
-
-    def _answer_checks(self, reports: Iterable[tuple[Waiter, VerifyReport]]) -> None:
-        for waiter, report in reports:
-            self._log("verified", model=report.model, outcome=report.outcome, mixed=len(report.mixed))
-            self._send(*waiter, report)
-
-    def _answer_traces(self, reports: Iterable[tuple[Waiter, TraceReport]]) -> None:
-        for (identity, request), report in reports:
-            self._out.append(Answer(identity, request, partial(_same, report)))
-
-    def _forget_node(self, name: str, reason: str, now: float, *, event: str = "node-lost") -> None:
-        node = self.nodes.pop(name)
-        del self._node_at[node.identity]
-        self._answer_checks(self._checks.lost(name, reason, now))
-        self._answer_traces(self.traces.lost(name))
-        self.swaps.preparation.cable_tests.node_lost(name, reason)
-        self._log(event, node=name, pid=node.status.pid, reason=reason)
-        for member in [m for m in self._members.values() if m.node == name]:
-            self._absent.lost(member, node.last_heard + self._config.deadlines.lease_s)
-            self._registrations.remove(member.id, f"node {name}: {reason}", now)
-        for controller in self.swaps.controllers.on_node(name):
-            self._registrations.remove_controller(controller, name, f"node {name}: {reason}", now)
-
-    # --- time and reports ---------------------------------------------------------------------------------
-
-    def _tick(self, now: float) -> None:
-        self._answer_checks(self._checks.tick(now))
-        self._answer_traces(self.traces.tick(now))
-        self.swaps.preparation.cable_tests.tick(now)
-        self._settling.begin(now)
-        for name, node in list(self.nodes.items()):
-            if now - node.last_heard > NODE_SILENCE_S:
-                self._forget_node(name, f"no word from it for {NODE_SILENCE_S:.0f} s", now)
-        self.swaps.tick(now)
+                _tick(turn)
+        swaps.run(turn)
+        if self.undone and isinstance(event, JournalWritten):
+            swap_queue.settle_answered(turn, event.swaps)
+            swaps.run(turn)
+        while turn.due:
+            name = next(iter(turn.due))
+            del turn.due[name]
+            if (state := self.models.get(name)) is not None:
+                swap_queue.begin_due(turn, state)
+                swaps.run(turn)
+        return turn.effects
 
     def next_deadline(self) -> float | None:
-        """Return when a swap or a check next needs a Tick, None if none does."""
-        found = [self.swaps.next_deadline(), self._checks.next_deadline(), self.traces.next_deadline()]
-        if not self._settling.has_begun:
-            found.append(self._lives.deadline())
+        """Return when a Tick is next needed; None if no deadline is set."""
+        found: list[float | None] = [check.deadline for check in self.checks.running.values()]
+        found += [collection.deadline for collection in self.traces.running.values()]
+        found += [controller.due_at for controller in self.controllers.values()]
+        if not self.may_swap:
+            found.append(self.lives.deadline())
+        for state in self.models.values():
+            found += [state.gathers_until, *(queued.deadline for queued in state.queue)]
+            if state.steps.waiting:
+                found.append(state.steps.next_deadline())
+            if (running := state.running) is not None:
+                found += [running.swap.deadline, running.answer_by]
+                if running.comparison is not None and running.comparison.waiting:
+                    found.append(running.comparison.deadline)
         return min((at for at in found if at is not None), default=None)
 
-    # --- output -------------------------------------------------------------------------------------------
 
-    def _send(self, identity: bytes, request: int, message: Message) -> None:
-        self._out.append(Send(identity, request, message))
+def _from_node(turn: Turn, event: FromNode) -> None:
+    waiter, message = (event.identity, event.request), event.message
+    if isinstance(message, cluster.NodeHello):
+        nodes.hello(turn, event, message)
+        return
+    node = turn.fleet.node_at.get(event.identity)
+    if node is None or node.key != event.key:
+        # the daemon's connection is older than this coordinator: ask for NodeHello again
+        turn.send(waiter, local.Failure(code="unknown-node", message="say NodeHello first"))
+        return
+    node.last_heard, name = turn.now, node.status.node
+    try:
+        check_names(message)
+        check_role(message, node.allowed.roles, f"the key of node {name!r}", "its line of security.allowed")
+        reply = _handle(turn, node, event)
+    except RefitdError as exc:
+        turn.log("refused", node=name, message=type(message).__name__, reason=str(exc))
+        turn.send(waiter, local.Failure(code=exc.code, message=str(exc)))
+        return
+    if reply is not None:
+        turn.send(waiter, reply)
+    match message:
+        case cluster.AddShard(is_question=True):
+            pass
+        case cluster.AddShard() | local.RegisterController():
+            # only after the reply: a rank must know that it is registered before a controller or swap addresses it
+            controllers.ranks_changed(turn, message.model, message.replica)
+            turn.due[message.model] = None
 
-    def _to_node(self, name: str, message: Message) -> None:
-        node = self.nodes.get(name)
-        if node is not None:
-            self._send(node.identity, 0, message)
 
-    def _log(self, event: str, **fields: object) -> None:
-        self._out.append(Log(event, fields))
+def _handle(turn: Turn, node: Node, event: FromNode) -> Message | None:
+    """Handle a message of a known node; return the reply, None if it has none or gets it later."""
+    fleet, name, waiter = turn.fleet, node.status.node, (event.identity, event.request)
+    match event.message:
+        # --- swaps
+        case cluster.StageProgress() as message:
+            swaps.progressed(turn, name, message)
+        case cluster.StageDone(swap, where=where, reason=reason) if reason:
+            turn.post(swap, decision.NodeFailed(name, where, reason))
+        case cluster.StageDone() as done:
+            swaps.staged(turn, name, done)
+        case local.StepReached() as message:
+            swaps.reached(turn, fleet.own(name, message.member), message)
+        case local.CommitDone() as message:
+            swaps.committed(turn, fleet.own(name, message.member), message)
+        case local.CommitFailed() as message:
+            swaps.commit_failed(turn, fleet.own(name, message.member), message)
+        case local.Controlled() as message:
+            controllers.said(turn, name, message)
+        case cluster.PlanLoaded(plan, epoch, where, reason) if reason:
+            preparation.lost(turn, name, plan, epoch, where, reason)
+        case cluster.PlanLoaded(missing=missing) as message if missing:
+            preparation.lacks_parts(turn, name, message)
+        case cluster.PlanLoaded() as message:
+            preparation.loaded(turn, name, message)
+        case sidecar.LaneValue() as message:
+            preparation.relay(turn, name, message)
+        case cluster.RegionsDigested() as message:
+            preparation.digested(turn, name, message)
+        # --- members
+        case cluster.NodeUpdate() as message:
+            nodes.updated(turn, node, message)
+            return cluster.HeartbeatAnswer(turn.now)
+        case local.Goodbye():
+            registrations.forget_node(turn, name, "its daemon was stopped", event="node-left")
+        case cluster.DescribeShard(digest, packed):
+            used = {member.added.digest for member in fleet.members.values()}
+            fleet.descriptions.take(digest, event.read or unpack_shard(packed, digest), used)
+        case cluster.AddShard() as message:
+            return registrations.add(turn, node, message)
+        case local.Deregister(member_id, reason, is_detached):
+            if (member := fleet.own(name, member_id)) is None:
+                registrations.remove_controller(turn, member_id, name, reason)
+            elif is_detached:
+                registrations.detach(turn, member, reason)
+            else:
+                registrations.remove(turn, member, reason)
+        case local.Suspend() as message:
+            registrations.suspend(turn, fleet.member(name, message.member), message)
+            return local.Done()
+        case local.RegisterController() as message:
+            registrations.add_controller(turn, node, message)
+            return local.Done()
+        case local.Publish() as message:
+            registrations.published(turn, fleet.member(name, message.member), message)
+            return local.Done()
+        case local.Withdraw(member_id, version):
+            registrations.withdrawn(turn, fleet.own(name, member_id), version)
+        case local.BeginPublish(member_id, slots=slots):
+            registrations.wants_room(turn, fleet.member(name, member_id), slots)
+        # --- requests of operators and clients
+        case local.StartSwap() as message:
+            swap_queue.start(turn, message, waiter)
+        case local.StartSwaps() as message:
+            swap_queue.start_together(turn, message, waiter)
+        case local.AbortSwap(model, reason):
+            swaps.abort(turn, fleet.models.named(model), reason)
+            return local.Done()
+        case local.GetHistory(model, limit):
+            return history_report(_past_swaps(fleet, model, limit))
+        case local.Evict() as message:
+            return registrations.evict(turn, message)
+        case local.Forget(model):
+            _check_known(fleet, model)
+            return registrations.forget(turn, model)
+        case local.Reload():
+            turn.effects.append(ReadFiles(waiter))
+        case local.DrainNode(drained, True):
+            nodes.drain(turn, drained, waiter)
+        case local.DrainNode(resumed):
+            nodes.resume(turn, resumed, waiter)
+        case local.Verify(model, timeout_s):
+            _verify(turn, model, timeout_s, waiter)
+        case cluster.MembersChecked() as message:
+            for one in message.members:
+                fleet.own(name, one.member)
+            turn.answer_checks(fleet.checks.answered(message, turn.now))
+        case GetTrace() as message:
+            _check_known(fleet, message.model)
+            _collect_trace(turn, message, waiter)
+        case NodeTrace() as message:
+            turn.answer_traces(fleet.traces.answered(name, message))
+        case local.GetStatus():
+            return status_report(fleet, turn.now)
+        case local.GetDescription(model):
+            return model_description(fleet.models.named(model).membership)
+        case local.GetUnrounded(member_id):
+            found = fleet.member(name, member_id)
+            state = fleet.models[found.added.model]
+            return local.Unrounded(unrounded_by(state.membership, found), state.takes_part(found))
+        case local.GetPlan(model):
+            preparation.show(turn, fleet.models.named(model), waiter)
+        case _:  # from a newer daemon
+            pass
+    return None
+
+
+def _past_swaps(fleet: Fleet, model: str, limit: int) -> Sequence[SwapRecord]:
+    """Return the last swaps of a model, "" for all."""
+    if model:
+        _check_known(fleet, model)
+    return fleet.past.recent(model, min(limit, MAX_HISTORY))
+
+
+def _check_known(fleet: Fleet, model: str) -> None:
+    """Raise RefusedError, which lists the known models, if a model is neither registered nor in the journal."""
+    if model in fleet.models or fleet.past.recent(model, 1):
+        return
+    written = (record.model for record in fleet.past.recent("", MAX_HISTORY))
+    known = {*fleet.models, *fleet.lives.models(), *written}
+    if model not in known:
+        raise RefusedError(f"no model {model!r} is known; known models: {', '.join(sorted(known)) or 'none'}")
+
+
+def _verify(turn: Turn, model: str, timeout_s: float, waiter: Waiter) -> None:
+    """Ask all nodes with targets of a model to verify their live weights; raises RefusedError as `Checks.begin`."""
+    fleet = turn.fleet
+    membership = fleet.models.named(model).membership
+    check = f"{fleet.boot}.{fleet.number('inquiry')}"
+    within_s = timeout_s or fleet.config.deadlines.request_s
+    for node, message in fleet.checks.begin(check, membership, waiter, within_s, turn.now):
+        turn.to_node(node, message)
+
+
+def _collect_trace(turn: Turn, asked: GetTrace, waiter: Waiter) -> None:
+    """Ask all nodes for their timelines of a swap; raises RefusedError as `Traces.begin`."""
+    fleet = turn.fleet
+    state, number = fleet.models.get(asked.model), f"{fleet.boot}.{fleet.number('inquiry')}"
+    running = None if state is None or state.running is None else (state.running.swap, state.running.kind)
+    message = fleet.traces.begin(number, asked, waiter, fleet.nodes.keys(), running, turn.now, turn.wall)
+    for node in fleet.nodes:
+        turn.to_node(node, message)
+
+
+def _tick(turn: Turn) -> None:
+    fleet, now = turn.fleet, turn.now
+    turn.answer_checks(fleet.checks.tick(now))
+    turn.answer_traces(fleet.traces.tick(now))
+    fleet.lives.settle(now)
+    swap_queue.settle_all(turn)
+    for name, node in list(fleet.nodes.items()):
+        if now - node.last_heard > NODE_SILENCE_S:
+            registrations.forget_node(turn, name, f"no word from it for {NODE_SILENCE_S:.0f} s")
+    turn.note_ends(fleet.recovery.tick(now))
+    controllers.tick(turn)
+    swaps.run(turn)
+    for state in list(fleet.models.values()):
+        swaps.tick(turn, state)
+        swap_queue.tick(turn, state)

@@ -1,483 +1,388 @@
-"""Running swaps: step their state machines and carry out the instructions, to the report."""
+"""Running swaps: step their state machines and carry out the instructions, to the report.
+
+`run` is the loop of all running swaps. Everything else posts events to the turn, and `run` handles them in order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from functools import cached_property
+from collections import Counter
 
 import msgspec
 
-from refitd.config import Config, ModelConfig
-from refitd.coordinator import decision, together
-from refitd.coordinator.absent import AbsentRanks
-from refitd.coordinator.actions import Decide, Instruction, Remember, Send
-from refitd.coordinator.controllers import Controllers
-from refitd.coordinator.decision import Phase
-from refitd.coordinator.fences import Fences
-from refitd.coordinator.live_versions import LiveVersions
-from refitd.coordinator.members import Member, Node, by_node
-from refitd.coordinator.models import Models, ModelState, Running
-from refitd.coordinator.preparation import Preparation
-from refitd.coordinator.records import LiveVersion, SwapRecord
-from refitd.coordinator.recovery import Recovery
-from refitd.coordinator.report import (
-    apart_report,
-    decided_report,
-    late_report,
-    swap_progress,
-    swap_report,
-    written_report,
-)
+from refitd.commit import decision
+from refitd.commit.decision import Phase
+from refitd.commit.lockstep import Reached
+from refitd.commit.steps import CommitAtStep, Silent
+from refitd.coordinator import controllers, preparation
+from refitd.coordinator.actions import Decide, Remember
+from refitd.coordinator.descriptions import MAX_BYTES
+from refitd.coordinator.fleet import ModelState, Running, Together, Turn
+from refitd.coordinator.journals.base import LiveVersion, SwapRecord
+from refitd.coordinator.members import Member, by_node
+from refitd.coordinator.reports import late_report, swap_progress, swap_report
 from refitd.coordinator.schedule import left_behind, used_up
-from refitd.coordinator.status import refused_of
-from refitd.coordinator.steps import CommitAtStep, Silent
-from refitd.coordinator.swap_queue import SwapQueue
-from refitd.coordinator.traces import Traces
-from refitd.errors import IllegalTransition, RefitdError, RefusedError
-from refitd.events import Log
-from refitd.lockstep import Reached
-from refitd.protocol import cluster, control
-from refitd.protocol.base import Message
-from refitd.protocol.reports import SwapReport
+from refitd.errors import IllegalTransition, RefusedError
+from refitd.protocol import cluster, local
+from refitd.protocol.reports import SwapReport, SwapReports
 from refitd.states import SwapCause
 
-
-class _Ends:
-    """A swap's targets, found once for all instructions of one step: there is one for each of thousands of nodes."""
-
-    def __init__(self, running: Running) -> None:
-        self._running = running
-
-    @cached_property
-    def base(self) -> tuple[int, str] | None:
-        """See Running.base."""
-        return self._running.base()
-
-    @cached_property
-    def _by_node(self) -> dict[str, list[Member]]:
-        return by_node(self._running.membership.targets.values())
-
-    def targets(self, node: str) -> list[Member]:
-        """Return the targets on a node."""
-        return self._by_node.get(node, [])
+# --- the machine ------------------------------------------------------------------------------------------
 
 
-class Swaps:
-    """Begins due swaps and runs them to their end. Instructions go to `out`."""
-
-    def __init__(
-        self,
-        config: Config,
-        boot: str,
-        nodes: dict[str, Node],
-        models: Models,
-        members: dict[str, Member],
-        new_swap_id: Callable[[], str],
-        wall_clock: Callable[[], float],
-        decided: Callable[[str], SwapRecord | None],
-        lives: LiveVersions,
-        recovery: Recovery,
-        absent: AbsentRanks,
-        traces: Traces,
-        out: Callable[[Instruction], None],
-    ) -> None:
-        self._config = config
-        self._nodes = nodes
-        self._models = models
-        self._members = members
-        self._wall_clock = wall_clock
-        self._lives = lives
-        self._recovery = recovery
-        self._absent = absent
-        self._traces = traces
-        self._out = out
-        self.fences = Fences(nodes, models, lives, decided, self._to_node)
-        self.preparation = Preparation(config, boot, nodes, models, self.step, out, self._to_node, self._log)
-        self.queue = SwapQueue(
-            config,
-            models,
-            new_swap_id,
-            lives,
-            lambda model: self.ended_late(recovery.replaced(model)),
-            self.preparation.begin,
-            self.step,
-            self._send,
-            self._log,
-        )
-        self.controllers = Controllers(
-            models, self._to_node, self.step_swap, self.fences.identity_of, self._tell_staged, self._log
-        )
-
-    # --- events of nodes ----------------------------------------------------------------------------------
-
-    def node_said(self, name: str, message: cluster.NodeMessage, now: float) -> None:
-        """Handle a node's message about its part in a swap."""
-        match message:
-            case (
-                cluster.PlanLoaded()
-                | cluster.PlanRefused()
-                | cluster.PartsMissing()
-                | cluster.EpochLost()
-                | cluster.EpochPut()
-                | cluster.RegionsDigested()
-            ):
-                self.preparation.node_said(name, message, now)
-            case cluster.StageProgress(swap, bytes_done):
-                self.step_swap(swap, decision.NodeProgress(name, bytes_done), now)
-            case cluster.StageDone(swap, copies, nbytes, _, crossing_s, _, converted, crossing):
-                found = self._models.swapping(swap)
-                running = found.running if found is not None else None
-                if running is not None and running.plan is not None and name in running.swap.nodes:
-                    running.plan.crossing_s[name] = crossing_s
-                    running.crossing += crossing
-                self.step_swap(swap, decision.NodeStaged(name, copies, nbytes + converted), now)
-            case cluster.StageFailed(swap, where, reason):
-                self.step_swap(swap, decision.NodeFailed(name, where, reason), now)
-            case cluster.MemberQuiet(swap, member):
-                self.step_swap(swap, decision.QuietReported(member), now)
-            case cluster.MemberStep(swap, member, step, origin, stands, thread):
-                found_member = self._members.get(member)
-                if found_member is not None and self.controllers.controls(swap, found_member):
-                    self.controllers.acked(swap, found_member, now)
-                elif found_member is not None and found_member.staged == swap:
-                    polled_by = (name, found_member.added.pid, thread) if thread else None
-                    state = self._models[found_member.added.model]
-                    state.steps.reached(swap, found_member, Reached(step, origin, stands, polled_by), now)
-                    self._flip(state, now)
-            case cluster.MemberCommitted(swap, member, paused_s, spare, spare_run, seeds):
-                if (committed := self._members.get(member)) is not None:
-                    committed.spare = None if spare is None else (spare, spare_run)
-                    committed.seeds, committed.unfit, committed.seeded_alone = seeds, False, False
-                self._member_committed(swap, member, paused_s, now)
-            case cluster.MemberCommitFailed(swap, member, reason):
-                self._member_failed(swap, member, reason, now)
-            case control.Controlled():
-                self.controllers.said(name, message, now)
-            case _:
-                pass
-
-    def _flip(self, state: ModelState, now: float) -> None:
-        """Tell lockstep ranks in which poll they flip; log ranks that may flip apart from their replica."""
-        absent = self._absent.by_replica(state.membership.name, now)
-        for told in state.steps.due(state.membership.targets.values(), now, absent):
-            swap, member = told.swap, told.member
-            if isinstance(told, Silent):
-                reason = "it has not said in which poll it is, and the other ranks stand in theirs until it does"
-                self._log("silent", swap=swap, member=member.id, node=member.node, reason=reason)
-                continue
-            if not isinstance(told, CommitAtStep):
-                self._log("pass", swap=swap, member=member.id)
-                self._to_node(member.node, cluster.PassMember(swap=swap, member=member.id))
-                continue
-            self._to_node(member.node, cluster.FlipMember(swap, member.id, told.step, told.origin))
-            if told.apart:
-                self._log("apart", swap=swap, member=member.id, step=told.step, reason=told.apart)
-                if state.running is not None and state.running.swap.swap == swap:
-                    state.running.apart[(member.added.replica, member.added.rank)] = told.apart
-
-    def _member_committed(self, swap: str, member_id: str, paused_s: float, now: float) -> None:
-        member = self._members.get(member_id)
-        if member is not None and member.staged == swap:
-            member.staged = None
-            member.poisoned, member.left_behind = "", False
-            member.tries, member.again_at = 0, None
-            running = self._models[member.added.model].running
-            if running is not None and running.swap.swap == swap:
-                member.version, member.run = running.version, running.run
-            elif (found := self.fences.identity_of(swap)) is not None:
-                member.version, member.run = found  # a late commit, or one decided before this coordinator started
-                self.ended_late(self._recovery.committed(swap, member, paused_s))
-                self.fences.fence_unless_live(member)
-                self.controllers.ranks_changed(member.added.model, member.added.replica, now)
-                self.queue.next(self._models[member.added.model], now)
-        self.step_swap(swap, decision.CommitReported(member_id, paused_s), now)
-        if member is not None:
-            self.controllers.ranks_changed(member.added.model, member.added.replica, now)
-
-    def _member_failed(self, swap: str, member_id: str, reason: str, now: float) -> None:
-        member = self._members.get(member_id)
-        if member is not None and member.staged == swap:
-            member.staged, member.version = None, None  # it may hold parts of two versions
-            self.ended_late(self._recovery.failed(swap, member, reason))
-        self.step_swap(swap, decision.MemberFailed(member_id, reason), now)
-        if member is not None:
-            self.controllers.ranks_changed(member.added.model, member.added.replica, now)
-
-    # --- steps --------------------------------------------------------------------------------------------
-
-    def step_swap(self, swap: str, event: decision.Event, now: float) -> None:
-        """Step a swap's state machine, if the swap is running."""
-        state = self._models.swapping(swap)
-        if state is not None:
-            self.step(state, event, now)
-
-    def step(self, state: ModelState, event: decision.Event, now: float) -> None:
-        """Step the state machine of a model's running swap and carry out its instructions."""
+def run(turn: Turn) -> None:
+    """Handle the posted events of running swaps until none is left; ignore events of ended swaps."""
+    while turn.events:
+        swap, event = turn.events.popleft()
+        state = turn.fleet.swapping.get(swap)
+        if state is None or state.running is None:
+            continue
         running = state.running
-        if running is None:
-            return
-        before = running.swap.phase
-        try:
-            running.swap, instructions = decision.step(running.swap, event, now)
-        except IllegalTransition as exc:
-            self._log("illegal", reason=str(exc))
-            return
-        if running.swap.phase is not before:
-            s = running.swap
-            self._log("swap", swap=s.swap, model=s.model, version=s.version, phase=s.phase.value, reason=s.reason)
-        stepped = running.swap
-        ends = _Ends(running)
-        for instruction in instructions:
-            self._perform(state, running, instruction, ends, now)
-        # after the instructions, which it would delay; an instruction may have led to a later step, already reported
-        if running.is_watched and running.swap is stepped and (progress := swap_progress(stepped)) is not None:
+        if (instructions := _move(turn, running, event)) is None:
+            continue
+        moved = running.swap
+        _perform(turn, state, running, instructions)
+        # after the instructions, which it would delay; a later step that they led to has been reported
+        if running.is_watched and running.swap is moved and (progress := swap_progress(moved)) is not None:
             for waiter in running.waiters:
-                self._send(*waiter, progress)
+                turn.send(waiter, progress)
 
-    def _tell_staged(self, ranks: Iterable[Member], swap: str, version: int, run: str) -> None:
-        """Tell ranks that the version they have staged is decided; a controller calls those that it controls."""
-        for node, there in sorted(by_node(ranks).items()):
-            called = tuple(m.id for m in there if self.controllers.controls(swap, m))
-            self._to_node(node, cluster.CommitStaged(swap=swap, version=version, run=run, controlled=called))
 
-    def _perform(
-        self, state: ModelState, running: Running, instruction: decision.Instruction, ends: _Ends, now: float
-    ) -> None:
-        s, plan = running.swap, running.plan
+def _move(turn: Turn, running: Running, event: decision.Event) -> list[decision.Instruction] | None:
+    """Step a swap's state machine; return its instructions, None if it refuses the event."""
+    before = running.swap.phase
+    try:
+        running.swap, instructions = decision.step(running.swap, event, turn.now)
+    except IllegalTransition as exc:
+        turn.log("illegal", reason=str(exc))
+        return None
+    s = running.swap
+    if s.phase is not before:
+        turn.log("swap", swap=s.swap, model=s.model, version=s.version, phase=s.phase.value, reason=s.reason)
+    return instructions
+
+
+def _perform(turn: Turn, state: ModelState, running: Running, instructions: list[decision.Instruction]) -> None:
+    kinds, s, plan = {type(instruction) for instruction in instructions}, running.swap, running.plan
+    # found once for all instructions of a step: there is one for each of thousands of nodes
+    needs_targets = not kinds.isdisjoint((decision.StageOn, decision.CommitOn))
+    targets = by_node(running.membership.targets.values()) if needs_targets else {}
+    stage: cluster.Stage | None = None
+    for instruction in instructions:
         match instruction:
-            case decision.SendPlan() if running.flips_back:
-                pass
             case decision.SendPlan(node):
-                self.preparation.load(state, running, node, now)
-            case decision.PauseOn(node, members):
-                self.controllers.pause(s.swap, s.version, members)
-                if asked := tuple(member for member in members if member not in self.controllers):
-                    self._to_node(node, cluster.Pause(swap=s.swap, version=s.version, members=asked))
-            case decision.StageOn(node) if running.flips_back:
-                ids = tuple(m.id for m in ends.targets(node))
-                self._to_node(node, cluster.StageSpare(s.swap, s.version, running.run, ids))
+                preparation.load(turn, running, node)
+            case decision.PauseOn(_, members):
+                controllers.pause(turn, s, members)
+            case decision.StageOn(node) if plan is None:
+                ids = tuple(m.id for m in targets.get(node, ()))
+                turn.to_node(node, cluster.Stage(s.swap, "", s.version, run=running.run, members=ids))
             case decision.StageOn(node):
                 assert plan is not None
-                for member in ends.targets(node):
-                    member.spare = None  # it is staged into
-                    member.seeds &= member.added.flips
-                # shorter than the phase, so that the workers' own errors, which name who is late, arrive first
-                timeout_s = max(0.05, 0.9 * (s.deadline - now))
-                verify = self._model_config(state).verify
-                deltas = self._config.transport.deltas and verify  # only digests prove that bases are the same
-                base, base_run = (ends.base if deltas else None) or (None, "")
-                stage = cluster.Stage(s.swap, plan.id, s.version, timeout_s, verify, running.run, base, base_run)
-                self._to_node(node, stage)
+                for member in targets.get(node, ()):
+                    member.arenas.spare = None  # it is staged into
+                    member.arenas.gives &= member.added.flips
+                stage = stage or _stage(turn, state, running, plan.id)
+                turn.to_node(node, stage)
             case decision.ReleaseSources() if running.flips_back:
                 pass
             case decision.ReleaseSources():
-                # sources that were not read end their leases, too; seeds have none
+                # the leases of sources that were not read end too; seeds have none
                 givers = running.membership.seeds.values() or state.membership.sources.values()
                 for node, there in sorted(by_node(givers).items()):
-                    members = tuple(sorted(m.id for m in there if m.run == running.run))
-                    self._to_node(node, cluster.EndSwap(swap=s.swap, version=s.version, members=members))
+                    of_run = tuple(sorted(m.id for m in there if m.run == running.run))
+                    turn.to_node(node, cluster.EndSwap(swap=s.swap, version=s.version, members=of_run))
             case decision.JournalDecision():
-                self._decide(state, running, now)
+                decide(turn, state, running)
             case decision.CommitOn(node):
-                ranks = [m for m in ends.targets(node) if m.id in s.members]
+                ranks = [m for m in targets.get(node, ()) if m.id in s.members]
                 for member in ranks:
-                    member.staged, member.staged_version = s.swap, s.version
-                self._tell_staged(ranks, s.swap, s.version, running.run)
+                    member.pending = s.swap, s.version
+                controllers.tell_staged(turn, node, ranks, s.swap, s.version, running.run)
             case decision.AbortOn(node, reason):
-                self._to_node(node, cluster.Abort(swap=s.swap, reason=reason))
+                turn.to_node(node, cluster.Abort(swap=s.swap, reason=reason))
             case decision.Finished():
-                self._finish(state, running, now)
+                _finish(turn, state, running)
 
-    def _decide(self, state: ModelState, running: Running, now: float) -> None:
-        """Journal the decision with the ranks that must commit, so that a later coordinator can finish it.
 
-        The decision for a new version waits while unreachable engines may still serve the previous one; a joint one
-        waits until all of its swaps have come so far.
-        """
-        party = together.party_of(self._models, state, running)
-        if late := together.until_all_staged(running, party, now):
-            self.step(state, decision.DecisionHeld(late), now)
+def _stage(turn: Turn, state: ModelState, running: Running, plan: str) -> cluster.Stage:
+    """Return the order to stage; its base is the version that most targets serve, unless it is the swap's own."""
+    s, this = running.swap, (running.version, running.run)
+    served = Counter((m.version, m.run) for m in running.membership.targets.values() if m.version is not None)
+    (base, base_run), _ = served.most_common(1)[0] if served else ((None, ""), 0)
+    # shorter than the phase: the workers' errors, which name the late one, must arrive first
+    timeout_s = max(0.05, 0.9 * (s.deadline - turn.now))
+    verify = state.config.verify
+    # only digests prove that bases are equal
+    if (base, base_run) == this or not (turn.fleet.config.transport.deltas and verify):
+        base, base_run = None, ""
+    return cluster.Stage(s.swap, plan, s.version, timeout_s, verify, running.run, base, base_run)
+
+
+# --- the decision -----------------------------------------------------------------------------------------
+
+
+def decide(turn: Turn, state: ModelState, running: Running) -> None:
+    """Journal the decision with the ranks that must commit: a later coordinator can finish it.
+
+    The decision for a new version waits while unreachable engines may serve the previous one. A joint one waits until
+    all of its swaps are staged.
+    """
+    party = [(state, running)] if running.together is None else _party(turn, running.together)
+    if running.together is not None and not _all_staged(running.together, party):
+        limits = running.swap.limits
+        late = turn.now + limits.plan_s + limits.stage_s + 2 * limits.pause_s
+        turn.post(running.swap.swap, decision.DecisionHeld(late))
+        return
+    for one, its in party:
+        if text := used_up(one, its.version, its.run):  # learned since the swap began
+            turn.post(its.swap.swap, decision.AbortAsked(text, SwapCause.OVERTAKEN))
             return
-        for one, its in party:
-            if text := used_up(one, its.version, its.run):  # learned since the swap began
-                self.step(one, decision.AbortAsked(text, SwapCause.OVERTAKEN), now)
-                return
-        until = max(self._held_until(one, its, now) for one, its in party)
-        if until > now:
-            for one, its in party:
-                its.held_until = until
-                self.step(one, decision.DecisionHeld(until), now)
-            return
-        records = []
-        for one, its in party:
-            self.step(one, decision.DecisionSubmitted(), now)
-            its.held_until, s = None, its.swap
-            written = msgspec.json.encode(decided_report(self._report(one, its, now)))
-            plan, at = its.plan.id if its.plan else "", self._wall_clock()
-            records.append(SwapRecord(s.swap, s.model, s.version, "decided", plan, "", at, written, its.run))
-        self._out(Decide(tuple(records)))
+    until = max(_held_until(turn, one, its) for one, its in party)
+    if until > turn.now:
+        for _, its in party:
+            its.held_until = until
+            turn.post(its.swap.swap, decision.DecisionHeld(until))
+        return
+    records = []
+    for _, its in party:
+        _move(turn, its, decision.DecisionSubmitted())
+        its.held_until, s = None, its.swap
+        report = msgspec.json.encode(swap_report(turn.fleet, its, turn.now))
+        plan = its.plan.id if its.plan else ""
+        records.append(SwapRecord(s.swap, s.model, s.version, "decided", plan, "", turn.wall, report, its.run))
+    turn.effects.append(Decide(tuple(records)))
 
-    def _held_until(self, state: ModelState, running: Running, now: float) -> float:
-        """Return until when unreachable engines may serve the previous version; 0 if none does."""
-        if running.is_live(state.live):
-            return 0.0
-        s = running.swap
-        names_all = self._absent.names_all(s.model)
-        unsure_until = self._lives.unsure_until(s.model, self._config.deadlines.lease_s, names_all=names_all)
-        until = max(self._absent.until(s.model, now), unsure_until)
-        if until > now:
-            absent = self._absent.describe(s.model) or "ranks that the journal does not name"
-            self._log("held", swap=s.swap, seconds=round(until - now, 1), absent=absent)
-        return until
 
-    def journalled(self, swap: str, error: RefitdError | None, now: float) -> None:
-        """Handle the journal's result: the decision is on disk, or could not be written."""
-        if error is not None:
-            self.step_swap(swap, decision.NotJournalled(str(error)), now)
-            return
-        state = self._models.swapping(swap)
-        if state is not None and state.running is not None:
-            running, model = state.running, state.membership.name
-            written = self._lives.past.live(model)
-            sequence = written.sequence if written is not None and written.swap == swap else 0
-            self._lives.decided(model, LiveVersion(running.version, running.run, sequence, swap))
-            state.live, state.highest = self._lives.of(model), self._lives.highest(model)
-            # before any node commits: every daemon with a committed rank must know what is live, and a rank that
-            # registered after the swap began must not serve its old version
-            self.fences.tell_live(model)
-            for member in state.membership.targets.values():
-                if member.id not in running.swap.members:
-                    self.fences.fence_unless_live(member)
-            self.controllers.decided(running.swap)
-            self.step(state, decision.Journalled(), now)
-            for controller in state.membership.in_control():
-                self.controllers.ranks_changed(model, controller.added.replica, now)
+def _party(turn: Turn, together: Together) -> list[tuple[ModelState, Running]]:
+    """Return the running swaps that are decided together."""
+    states = [turn.fleet.models[name] for name in together.models if name in turn.fleet.models]
+    return [(one, its) for one in states if (its := one.running) is not None and its.together is together]
 
-    def _finish(self, state: ModelState, running: Running, now: float) -> None:
-        left_behind(state, running, now)
-        s = running.swap
-        report = self._report(state, running, now)
-        state.running, state.last = None, report
-        self._traces.ended(s, report, self._wall_clock())
-        self.preparation.ended(state, running)
-        if s.phase is Phase.ABORTED:
-            self.controllers.aborted(s.swap, now)
-        outcome, written = report.outcome, msgspec.json.encode(report)
-        self._answer(running, report)
-        # callers need not wait for this write: the decision is on disk
-        self._remember(SwapRecord(s.swap, s.model, s.version, outcome, "", report.reason, 0.0, written, running.run))
-        if s.phase is Phase.ABORTED:
-            for one, reason in together.also_aborted(self._models, running):
-                self.step(one, decision.AbortAsked(reason, SwapCause.TOGETHER), now)
-        self.queue.next(state, now)
 
-    def _answer(self, running: Running, report: SwapReport) -> None:
-        """Answer the callers of a swap; of a joint swap, once all of its swaps have a report."""
-        for waiter in running.waiters:
-            if running.together is None:
-                self._send(*waiter, report)
-            elif (reports := together.reported(running.together, report)) is not None:
-                self._send(*waiter, reports)
+def _all_staged(together: Together, party: list[tuple[ModelState, Running]]) -> bool:
+    return len(party) == len(together.models) and all(its.swap.phase is Phase.STAGED for _, its in party)
 
-    def _report(self, state: ModelState, running: Running, now: float) -> SwapReport:
-        verified = self._model_config(state).verify
-        seeds = {member.id for member in running.membership.seeds.values()}
-        members = {name: member for name, member in running.members.items() if name not in seeds}
-        report = swap_report(running.swap, members, running.sources, running.kind, now, verified)
-        report = msgspec.structs.replace(
-            report,
-            run=running.run,
-            suspended=running.suspended,
-            drained=running.drained,
-            crossing=running.crossing,
-            refused=refused_of(self._nodes, state.membership.name),
+
+def _held_until(turn: Turn, state: ModelState, running: Running) -> float:
+    """Return until when unreachable engines may serve the previous version; 0 if none does."""
+    s, fleet, live = running.swap, turn.fleet, state.live
+    if live is not None and live.is_at(running.version, running.run):
+        return 0.0
+    may_be_unknown = fleet.lives.is_in_doubt or (live is not None and s.model not in fleet.absent.complete)
+    until = fleet.absent.until(s.model, turn.now, may_be_unknown=may_be_unknown)
+    if until > turn.now:
+        absent = fleet.absent.describe(s.model) or "ranks that the journal does not name"
+        turn.log("held", swap=s.swap, seconds=round(until - turn.now, 1), absent=absent)
+    return until
+
+
+def journalled(turn: Turn, swap: str, sequence: int) -> None:
+    """Note that the decision is on disk, under this number."""
+    state, lives = turn.fleet.swapping.get(swap), turn.fleet.lives
+    if state is None or state.running is None:
+        return
+    running, model = state.running, state.membership.name
+    state.live = LiveVersion(running.version, running.run, sequence, swap)
+    claim = lives.decided(model, state.live)
+    state.highest = claim.highest
+    turn.fleet.absent.complete.add(model)  # its decisions wait for all ranks that were lost since
+    # before any node commits: every daemon with a committed rank must know what is live, and a rank that registered
+    # after the swap began must not serve its old version
+    turn.tell_live(claim)
+    for member in state.membership.targets.values():
+        if member.id not in running.swap.members:
+            turn.fence_unless_live(member)
+    if running.controllers:
+        controllers.note_decided(turn, running.swap)
+    turn.post(swap, decision.Journalled())
+    run(turn)
+    for replica in sorted(state.membership.controllers):
+        controllers.ranks_changed(turn, model, replica)
+
+
+# --- what nodes and ranks report --------------------------------------------------------------------------
+
+
+def progressed(turn: Turn, node: str, message: cluster.StageProgress) -> None:
+    """Note how many bytes a node has staged; raises RefusedError for a number that cannot be right."""
+    if message.bytes_done > MAX_BYTES:
+        raise RefusedError(
+            f"node {node!r} says it has staged {message.bytes_done} bytes, at most {MAX_BYTES} are believed"
         )
-        return apart_report(report, running.apart)
+    turn.post(message.swap, decision.NodeProgress(node, message.bytes_done))
 
-    def _remember(self, record: SwapRecord) -> None:
-        """Journal how a swap ended, with the current time."""
-        self._out(Remember(replace(record, at=self._wall_clock())))
 
-    def ended_late(self, records: Iterable[SwapRecord]) -> None:
-        """Journal how swaps of earlier coordinators ended."""
-        for record in records:
-            state = self._models.get(record.model)
-            if state is not None and state.last is not None and state.last.swap == record.swap:
-                state.last = written_report(record)
-            r = record
-            self._log("swap", swap=r.swap, model=r.model, version=r.version, phase=r.state, reason=r.reason)
-            self._remember(record)
+def staged(turn: Turn, node: str, done: cluster.StageDone) -> None:
+    """Note that a node has staged and verified all that it receives; raises RefusedError as `progressed`."""
+    if (nbytes := max(done.bytes, *msgspec.structs.astuple(done.crossing))) > MAX_BYTES:
+        raise RefusedError(f"node {node!r} says it has staged {nbytes} bytes, at most {MAX_BYTES} are believed")
+    state = turn.fleet.swapping.get(done.swap)
+    running = None if state is None else state.running
+    if running is not None and running.plan is not None and node in running.swap.nodes:
+        running.plan.crossing_s[node] = done.crossing_s
+        running.crossing += done.crossing
+    turn.post(done.swap, decision.NodeStaged(node, done.copies, done.bytes + done.converted_bytes))
 
-    def abort(self, state: ModelState, reason: str, now: float) -> None:
-        """Abort the running swap on request.
 
-        Raises:
-            RefusedError: no swap runs, or it is decided.
-        """
-        model, running = state.membership.name, state.running
-        if running is None:
-            raise RefusedError(f"model {model!r}: no swap is running")
-        if running.swap.phase in (Phase.DECIDING, Phase.COMMITTING):
-            raise RefusedError(
-                f"model {model!r}: swap {running.swap.swap} is decided and being committed; it cannot be aborted"
-            )
-        self.step(state, decision.AbortAsked(f"aborted on request: {reason or 'no reason given'}"), now)
+def reached(turn: Turn, member: Member | None, message: local.StepReached) -> None:
+    """Note how far a rank (None: it has left) with a decided version has polled."""
+    if member is None:
+        return
+    if (controller := controllers.caller(turn, message.swap, member)) is not None:
+        controllers.acked(turn, controller, member)
+    elif member.staged == message.swap:
+        polled_by = (member.place.node, member.added.pid, message.thread) if message.thread else None
+        where = Reached(message.step, message.origin, message.stands, polled_by)
+        state = turn.fleet.models[member.added.model]
+        state.steps.reached(message.swap, member, where, turn.now)
+        _flip(turn, state)
 
-    def _answer_in_time(self, state: ModelState, now: float) -> None:
-        """Answer callers whose timeout has passed: the swap is decided and goes on, some ranks are late."""
-        running = state.running
-        if running is None or running.answer_by is None or now < running.answer_by:
+
+def _flip(turn: Turn, state: ModelState) -> None:
+    """Tell lockstep ranks the poll of their flip; log ranks that may flip apart from their replica."""
+    absent = turn.fleet.absent.by_replica(state.membership.name, turn.now)
+    for order in state.steps.due(state.membership.targets.values(), turn.now, absent):
+        swap, member = order.swap, order.member
+        if isinstance(order, Silent):
+            reason = "it has not said in which poll it is, and the other ranks stand in theirs until it does"
+            turn.log("silent", swap=swap, member=member.id, node=member.node, reason=reason)
+        elif not isinstance(order, CommitAtStep):
+            turn.log("pass", swap=swap, member=member.id)
+            turn.to_node(member.node, local.FlipAt(swap=swap, member=member.id))
+        else:
+            turn.to_node(member.node, local.FlipAt(swap, member.id, order.step, order.origin))
+            if order.apart:
+                turn.log("apart", swap=swap, member=member.id, step=order.step, reason=order.apart)
+                if state.running is not None and state.running.swap.swap == swap:
+                    state.running.apart[(member.added.replica, member.added.rank)] = order.apart
+
+
+def committed(turn: Turn, member: Member | None, message: local.CommitDone) -> None:
+    """Note that a rank (None: it has left) serves a decided version."""
+    swap = message.swap
+    turn.post(swap, decision.CommitReported(message.member, message.paused_s))
+    if member is None:
+        return
+    arenas, catch_up = member.arenas, member.catch_up
+    arenas.spare = None if message.spare is None else (message.spare, message.spare_run)
+    arenas.gives, arenas.unfit, arenas.alone = message.seeds, False, False
+    model = member.added.model
+    if member.staged == swap:
+        member.pending, member.poisoned = None, ""
+        catch_up.failed, catch_up.tries, catch_up.again_at = False, 0, None
+        running = turn.fleet.models[model].running
+        if running is not None and running.swap.swap == swap:
+            member.version, member.run = running.version, running.run
+        elif (found := turn.fleet.identity_of(swap)) is not None:
+            member.version, member.run = found  # a late commit, or one decided before this coordinator started
+            turn.note_ends(turn.fleet.recovery.committed(swap, member, message.paused_s))
+            turn.fence_unless_live(member)
+            turn.due[model] = None
+    if turn.fleet.controllers:
+        controllers.ranks_changed(turn, model, member.added.replica)
+
+
+def commit_failed(turn: Turn, member: Member | None, message: local.CommitFailed) -> None:
+    """Note that a rank (None: it has left) could not commit: it may have parts of two versions."""
+    swap = message.swap
+    turn.post(swap, decision.MemberFailed(message.member, message.reason))
+    if member is None:
+        return
+    if member.staged == swap:
+        member.pending = member.version = None
+        turn.note_ends(turn.fleet.recovery.failed(swap, member, message.reason))
+    controllers.ranks_changed(turn, member.added.model, member.added.replica)
+
+
+# --- the end ----------------------------------------------------------------------------------------------
+
+
+def _finish(turn: Turn, state: ModelState, running: Running) -> None:
+    s = running.swap
+    if s.phase is not Phase.COMMITTED:
+        left_behind(state, running, turn.now)
+    report = swap_report(turn.fleet, running, turn.now)
+    state.running, state.last = None, report
+    del turn.fleet.swapping[s.swap]
+    turn.fleet.traces.ended(s, report, turn.wall)
+    preparation.ended(turn, state, running)
+    if s.phase is Phase.ABORTED:
+        controllers.aborted(turn, s.swap)
+    outcome, written = report.outcome, msgspec.json.encode(report)
+    _answer(turn, running, report)
+    # callers need not wait for this write: the decision is on disk
+    record = SwapRecord(s.swap, s.model, s.version, outcome, "", report.reason, turn.wall, written, running.run)
+    turn.effects.append(Remember(record))
+    if s.phase is Phase.ABORTED and running.together is not None and not running.together.aborted:
+        _abort_party(turn, running.together, s)
+    turn.due[s.model] = None
+
+
+def _abort_party(turn: Turn, together: Together, aborted: decision.Swap) -> None:
+    """Abort the other swaps of a joint one."""
+    reason = f"it was to be decided together with model {aborted.model!r}, whose swap was aborted: {aborted.reason}"
+    together.aborted = reason
+    for name in together.models:
+        state = turn.fleet.models.get(name)
+        if state is not None and state.running is not None and state.running.together is together:
+            turn.post(state.running.swap.swap, decision.AbortAsked(reason, SwapCause.TOGETHER))
+
+
+def _answer(turn: Turn, running: Running, report: SwapReport) -> None:
+    """Answer the callers of a swap; of a joint swap, once all of its swaps have a report."""
+    answer: SwapReport | SwapReports = report
+    if (party := running.together) is not None:
+        is_new = report.model not in party.reports
+        party.reports[report.model] = report
+        if not is_new or len(party.reports) < len(party.models):
             return
-        if running.swap.phase is not Phase.COMMITTING:
-            return  # it ends now, by the same deadline
-        report = late_report(self._report(state, running, now), running.swap, now)
-        self._log("answered-in-time", swap=running.swap.swap, model=running.swap.model, reason=report.reason)
-        self._answer(running, report)
-        running.waiters.clear()
-        running.answer_by = None
+        answer = SwapReports(tuple(party.reports[name] for name in party.models))
+    for waiter in running.waiters:
+        turn.send(waiter, answer)
 
-    def next_deadline(self) -> float | None:
-        """Return the next deadline of running and queued swaps and waiting ranks; None if there is none."""
-        found = [at for at in (self.controllers.next_deadline(),) if at is not None]
-        for state in self._models.values():
-            found += [queued.deadline for queued in state.queue]
-            found += [at for at in (state.steps.next_deadline(), state.gathers_until) if at is not None]
-            if state.running is not None:
-                found.append(state.running.swap.deadline)
-                if state.running.comparison is not None and state.running.comparison.waiting:
-                    found.append(state.running.comparison.deadline)
-                if state.running.answer_by is not None:
-                    found.append(state.running.answer_by)
-        return min(found, default=None)
 
-    def tick(self, now: float) -> None:
-        """Apply the deadlines of running and queued swaps."""
-        self.ended_late(self._recovery.tick(now))
-        self.controllers.tick(now)
-        for state in list(self._models.values()):
-            self._flip(state, now)
-            running = state.running
-            if running is not None and running.is_due(now):
-                self._decide(state, running, now)
-            elif running is not None:
-                self.preparation.tick(state, running, now)
-                self.step(state, decision.TimePassed(), now)
-                self._answer_in_time(state, now)
-            self.queue.tick(state, now)
+def abort(turn: Turn, state: ModelState, reason: str) -> None:
+    """Abort the running swap on request.
 
-    # --- output -------------------------------------------------------------------------------------------
+    Raises:
+        RefusedError: no swap runs, or it is decided.
+    """
+    model, running = state.membership.name, state.running
+    if running is None:
+        raise RefusedError(f"model {model!r}: no swap is running")
+    if running.swap.phase in (Phase.DECIDING, Phase.COMMITTING):
+        raise RefusedError(
+            f"model {model!r}: swap {running.swap.swap} is decided and being committed; it cannot be aborted"
+        )
+    text = f"aborted on request: {reason or 'no reason given'}"
+    turn.post(running.swap.swap, decision.AbortAsked(text))
+    run(turn)
 
-    def _model_config(self, state: ModelState) -> ModelConfig:
-        return self._config.models.get(state.membership.name, ModelConfig())
 
-    def _send(self, identity: bytes, request: int, message: Message) -> None:
-        self._out(Send(identity, request, message))
+def tick(turn: Turn, state: ModelState) -> None:
+    """Apply the deadlines of a model's running swap."""
+    if state.steps.waiting:
+        _flip(turn, state)
+    running = state.running
+    if running is not None and running.is_due(turn.now):
+        decide(turn, state, running)
+        run(turn)
+    elif running is not None:
+        preparation.tick(turn, running)
+        turn.post(running.swap.swap, decision.TimePassed())
+        run(turn)
+        _answer_in_time(turn, state)
 
-    def _to_node(self, name: str, message: Message) -> None:
-        node = self._nodes.get(name)
-        if node is not None:
-            self._send(node.identity, 0, message)
 
-    def _log(self, event: str, **fields: object) -> None:
-        self._out(Log(event, fields))
+def _answer_in_time(turn: Turn, state: ModelState) -> None:
+    """Answer callers whose timeout has passed: the swap is decided and continues, some ranks are late."""
+    running = state.running
+    if running is None or running.answer_by is None or turn.now < running.answer_by:
+        return
+    if running.swap.phase is not Phase.COMMITTING:
+        return  # it ends now, by the same deadline
+    report = late_report(swap_report(turn.fleet, running, turn.now), running.swap, turn.now)
+    turn.log("answered-in-time", swap=running.swap.swap, model=running.swap.model, reason=report.reason)
+    _answer(turn, running, report)
+    running.waiters.clear()
+    running.answer_by = None

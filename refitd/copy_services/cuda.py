@@ -1,4 +1,4 @@
-"""Copies to and from arenas of one GPU, on a stream of their own.
+"""Copies to and from arenas of one GPU, on a private stream.
 
 Verification depends on the ends. Within the GPU, digests computed there are compared. If one end is in main memory,
 both ends are read again and compared there; conversions are repeated for this. A copy to another GPU goes through main
@@ -11,33 +11,24 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-import numpy as np
 import torch
 
 from refitd.addressing.copies import CopyList
-from refitd.addressing.places import PROCESS_MEMORY
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import MappedDeviceArena
 from refitd.buffers.layout import extent
-from refitd.copy_services.arena_pieces import ProcessPiece
-from refitd.copy_services.base import Capabilities, DigestMismatch, MappedCopyService, PreparedJob, RunResult
-from refitd.copy_services.device_digest import DeviceDigests
-from refitd.copy_services.device_pieces import DevicePiece
-from refitd.copy_services.device_stream import DeviceStream
-from refitd.copy_services.peers import Deadline
-from refitd.copy_services.pieces import Piece
-from refitd.copy_services.waits import poll
+from refitd.copy_services import Capabilities, DigestMismatch, MappedCopyService, PreparedJob, RunResult
+from refitd.copy_services.digests import DeviceDigests
+from refitd.copy_services.waits import Deadline, DeviceStream, poll
 from refitd.describe.casts import CASTS, DESTINATION_SIZES, SOURCE_SIZES
 from refitd.errors import TransportError
 
 # Bytes between two progress reports: about 0.1 ms of copying. As many are queued while one is reported.
 PROGRESS_BYTES = 256 << 20
-# read from another process at once
-PULLED_BYTES = 8 << 20
 _DEFAULT_S = 600.0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -93,19 +84,14 @@ class CudaCopyService(MappedCopyService):
                 raise TransportError(f"copy {row}: neither end is on GPU {self._device}, which this service copies on")
         written = {number for number, arena in used.items() if arena.writable}
         tensors = {number: _bytes_of(arena) for number, arena in used.items()}
-        is_pulled = copies.src_arena == PROCESS_MEMORY
-        there = np.flatnonzero(~is_pulled)
-        work: list[_Step | _Pulled] = [
-            _pulled(copies, row, used) for row in np.flatnonzero(is_pulled).tolist() if 0 not in copies.size[row]
-        ]
-        for pair in pairs(copies.select(there), tensors, written):
-            row = int(there[pair.row])
-            gpus = (used[int(arena[row])].device for arena in (copies.src_arena, copies.dst_arena))
-            work.append(_Step(replace(pair, row=row), *gpus))
+        work = []
+        for pair in pairs(copies, tensors, written):
+            gpus = (used[int(arena[pair.row])].device for arena in (copies.src_arena, copies.dst_arena))
+            work.append(_Step(pair, *gpus))
         return _CudaJob(work, len(copies), self._stream, self._digests)
 
     def close(self) -> None:
-        """See CopyService.close; nothing is held between runs."""
+        """See CopyService.close. The service has no state between runs."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -125,49 +111,6 @@ class _Step:
     def is_compared(self) -> bool:
         """Whether both ends are compared in main memory: one end is there, or a cast makes the digests differ."""
         return min(self.source, self.destination) < 0 or self.pair.is_cast
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Pulled:
-    """A copy out of a trainer's private memory, through main memory."""
-
-    row: int
-    source: Piece
-    destination: Piece
-
-    def perform(self, *, verify: bool) -> None:
-        """Copy it in parts; with `verify`, read each part again at both ends and compare them."""
-        step = PULLED_BYTES // self.destination.itemsize * self.destination.itemsize
-        room, again = torch.empty(2, min(step, self.destination.nbytes), dtype=torch.uint8)
-        for start in range(0, self.destination.nbytes, step):
-            end = min(start + step, self.destination.nbytes)
-            part = room[: end - start]
-            self.source.pack(start, end, part)
-            self.destination.unpack(start, end, part)
-            if verify:
-                self.destination.pack(start, end, again[: end - start])
-                self.source.pack(start, end, part)
-                if not torch.equal(part, again[: end - start]):
-                    raise _mismatch(self.row)
-
-
-def _pulled(copies: CopyList, row: int, arenas: Mapping[int, Any]) -> _Pulled:
-    """Return a copy from private memory to an arena on a GPU."""
-    size, element, cast = copies.size[row].tolist(), int(copies.element_size[row]), int(copies.cast[row])
-    if cast and (cast not in CASTS or element != DESTINATION_SIZES[cast]):
-        raise TransportError(f"copy {row}: there is no conversion {cast} to elements of {element} bytes")
-    number, offset, stride = int(copies.dst_arena[row]), int(copies.dst_offset[row]), copies.dst_stride[row].tolist()
-    arena, end = arenas.get(number), offset + extent(size, stride, element)
-    if not isinstance(arena, MappedDeviceArena):
-        raise TransportError(f"copy {row}: arena {number} is not mapped here, or not on a GPU")
-    if not arena.writable:
-        raise TransportError(f"copy {row}: arena {number} is mapped for reading only")
-    if offset < 0 or min(stride) < 0 or min(size) < 1 or end > arena.nbytes:
-        raise TransportError(f"copy {row}: bytes {offset}..{end} leave arena {number} of {arena.nbytes} bytes")
-    held = SOURCE_SIZES[cast] or element
-    address, steps = int(copies.src_offset[row]), copies.src_stride[row].tolist()
-    source = ProcessPiece(int(copies.src_pid[row]), address, size, steps, held, cast, element)
-    return _Pulled(row, source, DevicePiece(arena, offset, size, stride, element, 0, element))
 
 
 class _Digests:
@@ -190,13 +133,13 @@ def _bytes_of(arena: MappedArena | MappedDeviceArena) -> torch.Tensor:
     if isinstance(arena, MappedDeviceArena):
         return arena.tensor
     with warnings.catch_warnings():
-        # the arena may be mapped read-only, and is only read
+        # the arena may be mapped for reading only
         warnings.filterwarnings("ignore", message=".*not writable.*")
         return torch.from_numpy(arena.bytes)
 
 
 class _CudaJob(PreparedJob):
-    def __init__(self, work: list[_Step | _Pulled], copies: int, stream: DeviceStream, digests: _Digests) -> None:
+    def __init__(self, work: list[_Step], copies: int, stream: DeviceStream, digests: _Digests) -> None:
         self._work = work
         self._copies = copies
         self._stream = stream
@@ -210,7 +153,7 @@ class _CudaJob(PreparedJob):
             try:
                 total, read, found = self._queue(verify, on_progress, deadline, subject)
             except BaseException:
-                self._stream.settle(deadline, subject)  # nothing is written after a run has raised
+                self._stream.settle(deadline, subject)  # queued writes must end before the error is passed on
                 raise
             if wrong := self._differing(read, found):
                 raise _mismatch(wrong[0])
@@ -231,11 +174,6 @@ class _CudaJob(PreparedJob):
             on_progress(so_far)
 
         for step in self._work:
-            if isinstance(step, _Pulled):
-                step.perform(verify=verify)
-                done += step.destination.nbytes
-                on_progress(done)
-                continue
             pair = step.pair
             # via main memory: torch would use peer access, for which arenas are not mapped
             pair.destination.copy_(pair.source.cpu() if step.is_between_gpus else pair.source)
@@ -262,14 +200,14 @@ class _CudaJob(PreparedJob):
         if not read:
             return []
         differs = (torch.cat(read) != torch.cat(found)).any(1).tolist()
-        digested = [step.pair.row for step in self._work if isinstance(step, _Step) and not step.is_compared]
+        digested = [step.pair.row for step in self._work if not step.is_compared]
         rows = [row for row, sums in zip(digested, read, strict=True) for _ in range(len(sums))]
         return sorted({row for row, differ in zip(rows, differs, strict=True) if differ})
 
 
 def _mismatch(row: int) -> DigestMismatch:
     return DigestMismatch(
-        f"copy {row}: its bytes differ after writing; the source changed while it was read, or something else writes "
+        f"copy {row}: its bytes differ after writing; the source changed while it was read, or another process writes "
         "to the destination",
         row,
     )
@@ -289,11 +227,9 @@ def pairs(copies: CopyList, arenas: Mapping[int, torch.Tensor], written: set[int
     found = []
     for row in range(len(copies)):
         size, element = copies.size[row].tolist(), int(copies.element_size[row])
-        if int(copies.src_arena[row]) == PROCESS_MEMORY:
-            raise TransportError(f"copy {row}: private memory is read by workers in main memory")
         cast = int(copies.cast[row])
         if cast and (cast not in CASTS or element != DESTINATION_SIZES[cast]):
-            raise TransportError(f"copy {row}: there is no conversion {cast} to elements of {element} bytes")
+            raise TransportError(f"copy {row}: conversion {cast} to elements of {element} bytes does not exist")
         ends = (
             (int(copies.src_arena[row]), int(copies.src_offset[row]), copies.src_stride[row].tolist()),
             (int(copies.dst_arena[row]), int(copies.dst_offset[row]), copies.dst_stride[row].tolist()),

@@ -1,19 +1,422 @@
-"""NIXL: receivers read messages from their senders' memory over UCX, by RDMA if available, else TCP or cma."""
+"""NIXL: receivers read messages from their senders' memory over UCX, by RDMA if available, else TCP or cma.
+
+The workers of an epoch are agents that find each other through the epoch's mailbox, without a process group. Each
+worker registers one slab of memory. All other data travels in notifications:
+
+    inline   a small message itself: agreements, notes, digests
+    wanted   a receive has been posted
+    part     a part of a wanted message is at this address of the sender's slab; the receiver reads it into its own
+    taken    the part has been read and copied to its destination; the sender may reuse that memory
+
+Each begins with a MAC of its content and of the names of both agents. A notification without a valid MAC is ignored.
+
+    sender's tensor  --copy-->  slab  ==read==>  slab  --copy-->  receiver's tensor
+
+For each peer and direction the slab has PARTS places. Only wanted messages are cut into parts, so a sender's places
+wait only for reads that the receiver has room for. Therefore no message waits behind another one, as with gloo. Tensors
+are never registered, for three reasons: a read that was given up cannot write to them, arenas may be exchanged under
+their addresses, and a network card's table of regions stays small.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
+import importlib
+import json
+import os
+import secrets
+import struct
+import time
+from base64 import b64decode, b64encode
+from collections import deque
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from refitd.copy_services.base import NIXL
-from refitd.copy_services.epoch import Epoch
-from refitd.copy_services.exchange import ExchangeResult
-from refitd.copy_services.nixl_peers import NixlPeers
-from refitd.copy_services.packed import STAGING_BYTES
-from refitd.copy_services.peers import Deadline
-from refitd.copy_services.windows import WindowExchange
+import torch
 
-# progress calls after a run, so that the last notification is sent
+from refitd.copy_services import PACKED_CPU, Epoch, ExchangeResult
+from refitd.copy_services.digests import MAC_BYTES, Authenticator
+from refitd.copy_services.packed import STAGING_BYTES
+from refitd.copy_services.peers import Peers, first_line, prove
+from refitd.copy_services.waits import Backoff, Deadline
+from refitd.copy_services.windows import WindowExchange
+from refitd.errors import ConfigError, DeadlineExceeded, PeerLost, TransportError
+
+# messages up to this size travel inside the notification
+INLINE_BYTES = 1024
+# places of the slab for each peer and direction, and their size
+PARTS = 2
+LEAST_PART_BYTES, MOST_PART_BYTES = 4096, 4 << 20
+# limit on a peer's notifications for which this worker has posted no receive
+MAX_KEPT = 4096
+
+_HEAD = struct.Struct("<cqq")  # kind, tag, number of the message with this tag
+_PART = struct.Struct("<QQQQ")  # address, bytes of the part, its offset in the message, bytes of the message
+_ADDRESS = struct.Struct("<Q")
+_INLINE, _WANTED, _PARTED, _TAKEN = b"i", b"w", b"p", b"t"
+
+Key = tuple[int, int, int]  # peer, tag, number of the message with this peer and tag
+
+
+@dataclass(slots=True, eq=False)
+class _PostedMessage:
+    """A started send or receive, until it is done. `tensor` has the message's bytes, or gets them."""
+
+    key: Key
+    tensor: torch.Tensor
+    begun: int = 0  # bytes that have been put into the slab
+    left: int = 0  # bytes that have not been taken
+    is_done: bool = False
+
+    @classmethod
+    def of(cls, key: Key, tensor: torch.Tensor) -> _PostedMessage:
+        """Begin with all of a contiguous tensor."""
+        return cls(key, tensor.view(-1).view(torch.uint8), 0, tensor.nbytes)
+
+    def abandon(self) -> None:
+        """Ignored: only `look` writes to the tensor, and no run calls it afterwards."""
+
+
+@dataclass(slots=True, eq=False)
+class _PartRead:
+    """A read of one part, from a peer's slab into this process's."""
+
+    posted: _PostedMessage
+    place: torch.Tensor
+    part: slice  # of the message
+    address: int  # of the peer's place
+    handle: Any
+
+
+@dataclass(slots=True)
+class _Peer:
+    """The open transfers with one peer."""
+
+    name: str = ""
+    is_forged: bool = False  # notifications without a MAC have come under its name
+    inline: dict[Key, bytes] = field(default_factory=dict)  # messages without a matching receive yet
+    wanted: set[Key] = field(default_factory=set)  # messages that the peer wants and that are not sent yet
+    free: list[torch.Tensor] = field(default_factory=list)  # free places for sending to it
+    lent: dict[int, tuple[torch.Tensor, _PostedMessage, int]] = field(default_factory=dict)  # places in use, by address
+    queue: deque[_PostedMessage] = field(default_factory=deque)  # wanted messages that wait for a place
+    room: list[torch.Tensor] = field(default_factory=list)  # free places for receiving from it
+
+
+class NixlPeers(Peers):
+    """The workers of an epoch, each with an agent of NIXL. Sends and receives are matched by tag and order."""
+
+    def __init__(self, epoch: Epoch, slab_bytes: int, deadline: Deadline) -> None:
+        """Make an agent, register a slab of at most `slab_bytes`, and meet the other workers.
+
+        Raises:
+            ConfigError: NIXL cannot be loaded, or there are too many workers for so many bytes.
+            DeadlineExceeded, PeerLost: a worker did not come, or the epoch was abandoned.
+            TransportError: NIXL cannot start, another worker's agent cannot be understood, or lacks the epoch's key.
+        """
+        self.group, self.device, self._labels = None, torch.device("cpu"), tuple(epoch.labels)
+        self.index, self.ranks = epoch.index, tuple(range(epoch.size))
+        size = part_bytes(epoch.size, slab_bytes)
+        self._library = _load()
+        self._slab = torch.empty(2 * PARTS * (epoch.size - 1) * size, dtype=torch.uint8)
+        self._notes = Authenticator(epoch.key)
+        self._peers = [_Peer() for _ in range(epoch.size)]
+        places = iter(self._slab.split(size) if len(self._slab) else ())
+        for position, peer in enumerate(self._peers):
+            if position != epoch.index:
+                peer.free, peer.room = ([next(places) for _ in range(PARTS)] for _ in range(2))
+        self._sent: dict[tuple[int, int], int] = {}
+        self._received: dict[tuple[int, int], int] = {}
+        self._sending: dict[Key, _PostedMessage] = {}  # not wanted yet
+        self._receiving: dict[Key, _PostedMessage] = {}
+        self._reads: list[_PartRead] = []
+        self._agent: Any = None
+        name = self._peers[epoch.index].name = f"{epoch.id}/{epoch.index}/{secrets.token_hex(8)}"
+        try:
+            # without a progress thread, which would spin on a processor: waiting drives progress
+            config = self._library.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            self._agent = self._library.nixl_agent(name, config)
+            there = [(self._slab.data_ptr(), self._slab.nbytes, 0, "")] if len(self._slab) else []
+            self._region = self._agent.register_memory(there, "DRAM") if there else None
+            metadata = self._agent.get_agent_metadata()
+        except Exception as exc:  # its errors have no common class
+            raise TransportError(f"{self.label(self.index)}: NIXL cannot start: {first_line(exc)}") from exc
+        self._join(epoch, {"name": name, "metadata": b64encode(metadata).decode()}, deadline)
+        self.authenticator = prove(self, epoch, deadline)
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of the slab."""
+        return self._slab.nbytes
+
+    def _join(self, epoch: Epoch, said: dict[str, object], deadline: Deadline) -> None:
+        epoch.mailbox.put(f"agent/{epoch.index}", json.dumps(said).encode())
+        for position in range(epoch.size):
+            if position == epoch.index:
+                continue
+            left = max(0.001, deadline.at - time.monotonic())
+            try:
+                found = json.loads(epoch.mailbox.get(f"agent/{position}", left))
+                self._peers[position].name = str(found["name"])
+                metadata = b64decode(found["metadata"], validate=True)
+            except DeadlineExceeded as exc:
+                raise DeadlineExceeded(
+                    f"{self.label(position)} did not come to epoch {epoch.id} within {deadline.seconds:.1f} s"
+                ) from exc
+            except (ValueError, TypeError, KeyError, AttributeError) as exc:
+                raise TransportError(
+                    f"epoch {epoch.id}: the description of {self.label(position)}'s agent cannot be read: {exc}"
+                ) from exc
+            try:
+                self._agent.add_remote_agent(metadata)
+            except Exception as exc:
+                raise TransportError(
+                    f"{self.label(self.index)} cannot reach {self.label(position)}: {first_line(exc)}; use one "
+                    "version of NIXL on all nodes, and check UCX_NET_DEVICES"
+                ) from exc
+
+    @property
+    def _is_named(self) -> bool:
+        return len(self) > 1
+
+    def send(self, tensor: torch.Tensor, position: int, tag: int) -> Any:
+        """Start sending a contiguous tensor, which must not change until `wait` returns."""
+        number = self._sent[position, tag] = self._sent.get((position, tag), -1) + 1
+        posted, peer = _PostedMessage.of((position, tag, number), tensor), self._peers[position]
+        if tensor.nbytes <= INLINE_BYTES:
+            self._say(posted.key, _INLINE, posted.tensor.numpy().tobytes())
+            posted.is_done = True
+        elif posted.key in peer.wanted:
+            peer.wanted.remove(posted.key)
+            peer.queue.append(posted)
+            self._feed(peer)
+        else:
+            self._sending[posted.key] = posted
+        return posted
+
+    def receive(self, tensor: torch.Tensor, position: int, tag: int) -> Any:
+        """Start receiving into a contiguous tensor, which is filled when `wait` returns."""
+        number = self._received[position, tag] = self._received.get((position, tag), -1) + 1
+        posted, peer = _PostedMessage.of((position, tag, number), tensor), self._peers[position]
+        self._receiving[posted.key] = posted
+        if (body := peer.inline.pop(posted.key, None)) is not None:
+            self._take_inline(posted, body)
+        elif tensor.nbytes > INLINE_BYTES:
+            self._say(posted.key, _WANTED)
+        return posted
+
+    def wait(self, posted: Any, position: int, deadline: Deadline, purpose: str) -> None:
+        """See Peers.wait."""
+        pause = Backoff()
+        while not posted.is_done:
+            self.look()
+            if posted.is_done:
+                return
+            try:
+                pause.take(deadline, "")
+            except DeadlineExceeded:
+                odd = "; notifications under its name lack the epoch's key, or were altered on the way"
+                raise DeadlineExceeded(
+                    f"{purpose} {self.label(position)}; {self.label(self.index)} waited {deadline.seconds:g} s"
+                    + odd * self._peers[position].is_forged
+                ) from None
+
+    def look(self) -> None:
+        """Handle notifications, and finish reads that have ended.
+
+        Raises:
+            PeerLost: a read failed, names its peer.
+            TransportError: a peer sent an impossible notification.
+        """
+        positions = {peer.name: position for position, peer in enumerate(self._peers)}
+        for name, notes in self._agent.get_new_notifs().items():
+            position = positions.get(name, self.index)
+            if position == self.index:
+                continue
+            for note in notes:
+                if self._notes.is_mac(note[:MAC_BYTES], b"note", *self._ends(position, self.index), note[MAC_BYTES:]):
+                    self._hear(position, note[MAC_BYTES:])
+                else:
+                    self._peers[position].is_forged = True
+        for read in list(self._reads):
+            position = read.posted.key[0]
+            try:
+                state = self._agent.check_xfer_state(read.handle)
+            except Exception as exc:
+                raise self._lost(position, exc) from exc
+            if state == "ERR":
+                raise self._lost(position, RuntimeError("the read failed"))
+            if state == "DONE":
+                self._reads.remove(read)
+                self._agent.release_xfer_handle(read.handle)
+                self._has_read(read)
+
+    def _hear(self, position: int, note: bytes) -> None:
+        label, peer = self.label(position), self._peers[position]
+        if len(note) < _HEAD.size:
+            raise TransportError(f"{label} sends a notification of {len(note)} bytes")
+        kind, tag, number = _HEAD.unpack_from(note)
+        key, body = (position, tag, number), note[_HEAD.size :]
+        if kind == _INLINE:
+            if (posted := self._receiving.get(key)) is not None:
+                self._take_inline(posted, body)
+            else:
+                peer.inline[key] = body
+        elif kind == _WANTED and not body:
+            if (posted := self._sending.pop(key, None)) is not None:
+                peer.queue.append(posted)
+                self._feed(peer)
+            else:
+                peer.wanted.add(key)
+        elif kind == _PARTED and len(body) == _PART.size:
+            self._read(key, *_PART.unpack(body))
+        elif kind == _TAKEN and len(body) == _ADDRESS.size:
+            self._was_taken(position, *_ADDRESS.unpack(body))
+        else:
+            raise TransportError(f"{label} sends a notification of kind {kind!r} with {len(body)} bytes")
+        if len(peer.inline) + len(peer.wanted) > MAX_KEPT:
+            raise TransportError(f"{label} has sent more than {MAX_KEPT} messages that no receive expects")
+
+    def _take_inline(self, posted: _PostedMessage, body: bytes) -> None:
+        self._check_size(posted, len(body))
+        if body:
+            posted.tensor.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+        self._done(posted)
+
+    def _check_size(self, posted: _PostedMessage, nbytes: int) -> None:
+        if nbytes != len(posted.tensor):
+            raise TransportError(
+                f"{self.label(posted.key[0])} sends a message of {nbytes} bytes, expected {len(posted.tensor)}"
+            )
+
+    def _feed(self, peer: _Peer) -> None:
+        """Fill a peer's free places with parts of its wanted messages."""
+        while peer.free and peer.queue:
+            posted, place = peer.queue[0], peer.free.pop()
+            start, of = posted.begun, len(posted.tensor)
+            part = posted.tensor[start : start + len(place)]
+            place[: len(part)].copy_(part)
+            posted.begun += len(part)
+            if posted.begun == of:
+                peer.queue.popleft()
+            peer.lent[place.data_ptr()] = place, posted, len(part)
+            self._say(posted.key, _PARTED, _PART.pack(place.data_ptr(), len(part), start, of))
+
+    def _was_taken(self, position: int, address: int) -> None:
+        peer = self._peers[position]
+        if address not in peer.lent:
+            raise TransportError(f"{self.label(position)} has taken a part that was not offered")
+        place, posted, nbytes = peer.lent.pop(address)
+        peer.free.append(place)
+        posted.left -= nbytes
+        posted.is_done = not posted.left
+        self._feed(peer)
+
+    def _read(self, key: Key, address: int, nbytes: int, start: int, of: int) -> None:
+        """Begin to read a part of a message."""
+        position, posted = key[0], self._receiving.get(key)
+        peer = self._peers[position]
+        if posted is None or not peer.room:
+            raise TransportError(f"{self.label(position)} offers a part of a message that was not wanted")
+        self._check_size(posted, of)
+        most = min(len(peer.room[-1]), of - start, of - posted.begun)
+        if not 0 < nbytes <= most:
+            raise TransportError(
+                f"{self.label(position)} offers {nbytes} bytes from {start} on of a message of {of}, at most {most} "
+                "may come"
+            )
+        posted.begun += nbytes
+        place = peer.room.pop()
+        try:
+            here = self._agent.get_xfer_descs([(place.data_ptr(), nbytes, 0)], "DRAM")
+            there = self._agent.get_xfer_descs([(address, nbytes, 0)], "DRAM")
+            handle = self._agent.initialize_xfer("READ", here, there, peer.name)
+            state = self._agent.transfer(handle)
+        except Exception as exc:
+            raise self._lost(position, exc) from exc
+        if state == "ERR":
+            raise self._lost(position, RuntimeError("the read could not begin"))
+        self._reads.append(_PartRead(posted, place, slice(start, start + nbytes), address, handle))
+
+    def _has_read(self, read: _PartRead) -> None:
+        posted, nbytes = read.posted, read.part.stop - read.part.start
+        posted.tensor[read.part].copy_(read.place[:nbytes])
+        self._peers[posted.key[0]].room.append(read.place)
+        self._say(posted.key, _TAKEN, _ADDRESS.pack(read.address))
+        posted.left -= nbytes
+        if not posted.left:
+            self._done(posted)
+
+    def _done(self, posted: _PostedMessage) -> None:
+        posted.is_done = True
+        del self._receiving[posted.key]
+
+    def _say(self, key: Key, kind: bytes, body: bytes = b"") -> None:
+        position, tag, number = key
+        note = _HEAD.pack(kind, tag, number) + body
+        mac = self._notes.mac(b"note", *self._ends(self.index, position), note)
+        try:
+            self._agent.send_notif(self._peers[position].name, mac + note)
+        except Exception as exc:
+            raise self._lost(position, exc) from exc
+
+    def _ends(self, sender: int, receiver: int) -> tuple[bytes, bytes]:
+        return self._peers[sender].name.encode(), self._peers[receiver].name.encode()
+
+    def _lost(self, position: int, exc: Exception) -> PeerLost:
+        return PeerLost(
+            f"{self.label(position)} cannot be reached; {self.label(self.index)} lost its connection "
+            f"({first_line(exc)})"
+        )
+
+    def close(self) -> None:
+        """End the agent. The slab stays mapped until then, because other agents may still read it."""
+        agent, self._agent = self._agent, None
+        if agent is None:
+            return
+        with contextlib.suppress(Exception):  # a lost peer may be the reason for closing
+            for read in self._reads:
+                agent.release_xfer_handle(read.handle)
+            for position, peer in enumerate(self._peers):
+                if position != self.index:
+                    agent.remove_remote_agent(peer.name)
+            if self._region is not None:
+                agent.deregister_memory(self._region)
+        self._reads = []
+
+
+def part_bytes(size: int, slab_bytes: int) -> int:
+    """Return the bytes of each place in the slabs of an epoch of `size` workers.
+
+    Raises:
+        ConfigError: there are too many workers for so many bytes.
+    """
+    count = 2 * PARTS * max(1, size - 1)
+    found = min(MOST_PART_BYTES, slab_bytes // count) // LEAST_PART_BYTES * LEAST_PART_BYTES
+    if not found:
+        raise ConfigError(
+            f"NIXL: {size} workers in one lane need {count * LEAST_PART_BYTES} bytes of buffers, half of "
+            f"[transport] staging_bytes, and have {slab_bytes}; set it to at least {2 * count * LEAST_PART_BYTES}, or "
+            'service = "gloo"'
+        )
+    return found
+
+
+def _load() -> Any:
+    """Import NIXL's Python interface.
+
+    Raises:
+        ConfigError: it is not installed, or its libraries cannot be loaded.
+    """
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # else it prints every agent's start
+    # over TCP, by default 8 KiB: much of the time went into cutting reads into so many segments
+    os.environ.setdefault("UCX_TCP_TX_SEG_SIZE", "64k")
+    try:
+        return importlib.import_module("nixl._api")
+    except (ImportError, OSError, RuntimeError) as exc:
+        raise ConfigError(f"NIXL cannot be loaded: {exc}; pip install 'refitd[nixl]'") from exc
+
+
+# progress calls after a run: they send the last notification
 _LAST_LOOKS = 4
 
 
@@ -21,7 +424,7 @@ class NixlService(WindowExchange):
     """Exchanges tensors by reads between NIXL agents. See ExchangeService for its contract."""
 
     name = "nixl"
-    capabilities = NIXL
+    capabilities = PACKED_CPU
 
     def __init__(self, epoch: Epoch, *, message_bytes: int | None = None) -> None:
         """Join an epoch. Half of its `staging_bytes` is for messages, half for the slab.
@@ -46,7 +449,7 @@ class NixlService(WindowExchange):
 
 
 def join(epoch: Epoch) -> NixlService:
-    """Join an epoch; return once all workers have proven who they are.
+    """Join an epoch; return once all workers have proven that they hold the key.
 
     Raises:
         ConfigError: NIXL cannot be loaded, or there are too many workers for `staging_bytes`.

@@ -1,13 +1,13 @@
 """The pipeline of two-sided services: pieces packed into messages per pair of ranks, sent, unpacked and proven.
 
-    note   send and receive halves; those within this rank are paired by id
-    agree  each pair compares digests of (id, bytes) before anything is posted: with some transports a receive
+    note   send and receive halves; halves within this rank are paired by id
+    agree  each pair compares digests of (id, bytes) before the first message is posted: with some transports a receive
            smaller than its send would end the process
     move   at most WINDOW messages per direction and peer are in flight
-    prove  each stream ends with the digest of what was packed, compared with that of what then lies in the
-           destinations; all ranks learn whether every rank has everything
+    prove  each stream ends with the digest of the packed bytes, which the receiver compares with the digest of its
+           destinations; all ranks learn whether every rank is complete
 
-How messages move is what transports differ in: windows.py, rounds.py and slots.py.
+Transports differ in how messages move: windows.py, nccl.py (rounds) and nvshmem.py (slots).
 """
 
 from __future__ import annotations
@@ -22,15 +22,21 @@ from typing import ClassVar
 
 import torch
 
-from refitd.addressing.messages import PackedMessage, lay_out
-from refitd.copy_services.base import MAX_MESSAGE_BYTES, PACKED, DigestMismatch
-from refitd.copy_services.exchange import DIRECT, ExchangeResult, ExchangeService, Route, Transfers
-from refitd.copy_services.peers import Deadline, Peers
-from refitd.copy_services.pieces import Piece, TensorPiece
+from refitd.copy_services import (
+    DIRECT,
+    MAX_MESSAGE_BYTES,
+    PACKED,
+    DigestMismatch,
+    ExchangeResult,
+    ExchangeService,
+    Route,
+    Transfers,
+)
+from refitd.copy_services.digests import DIGEST_BYTES, Digest, HostDigest
+from refitd.copy_services.peers import Peers
+from refitd.copy_services.pieces import PackedMessage, Piece, TensorPiece, lay_out
 from refitd.copy_services.streams import (
     OFFER,
-    Digest,
-    HostDigest,
     InFlight,
     Key,
     Line,
@@ -42,6 +48,7 @@ from refitd.copy_services.streams import (
     steps_of,
     streams_of,
 )
+from refitd.copy_services.waits import Deadline
 from refitd.errors import PeerLost, RefitdError, RefitFailed, RefusedError, TransportError
 
 WINDOW = 2
@@ -51,15 +58,14 @@ STAGING_BYTES = 256 << 20
 # bytes packed and hashed, or unpacked and hashed, together; they stay in the second-level cache
 STEP_BYTES = 256 << 10
 
-# seconds between the ends of waits that depend on each other, and the most of a run's time that all of them take
+# seconds between the ends of waits that depend on each other, and the maximum share of a run's time for all of them
 _TURN_S, _TURNS_SHARE = 0.1, 0.05
 
 _SECOND_WORD_S = 0.3
 
 TAG = 0x52470000
-DIGEST_BYTES = 16
 _TERMS = struct.Struct("<q?7x")  # size of messages, whether digests are compared
-_LEFT = struct.Struct("<d")  # seconds until a rank gives up
+_LEFT = struct.Struct("<d")  # seconds until a rank's deadline
 _ABOUT = struct.Struct("<qqqq")  # run, path, positions of sender and receiver
 MARK_BYTES = 8
 NO_MARK = bytes(MARK_BYTES)
@@ -70,9 +76,9 @@ class Tally:
     """The bytes that other ranks sent to this rank in one run."""
 
     crossed_bytes: int = 0
-    delta_bytes: int = 0  # of the pieces that came as deltas, whole
-    changed_bytes: int = 0  # of these, what had changed
-    is_base_wrong: bool = False  # a delta on a base gave other bytes than were sent: one of the two is wrong
+    delta_bytes: int = 0  # size of the pieces that were received as deltas
+    changed_bytes: int = 0  # changed bytes within these pieces
+    is_base_wrong: bool = False  # a delta on a base gave other bytes than were sent: the delta or the base is wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +111,9 @@ class PackedExchange(ExchangeService):
     """
 
     capabilities = PACKED
-    #: whether this service passes on what it receives on a path
+    #: whether this service supports paths over several ranks
     relays: ClassVar[bool] = False
-    #: most bytes packed and digested at once
+    #: maximum bytes packed and digested in one step
     step_bytes: ClassVar[int] = STEP_BYTES
 
     def __init__(self, peers: Peers, *, message_bytes: int | None = None, staging_bytes: int = STAGING_BYTES) -> None:
@@ -115,7 +121,7 @@ class PackedExchange(ExchangeService):
 
         Args:
             peers: the group.
-            message_bytes: maximum size of a message, equal on all ranks; by default what the group's size allows.
+            message_bytes: maximum size of a message, equal on all ranks; by default it depends on the group's size.
             staging_bytes: limit on this service's buffers, equal on all ranks.
         """
         self.peers = peers
@@ -198,7 +204,7 @@ class PackedExchange(ExchangeService):
         held = self.hold() if transfers is None else transfers
         assert isinstance(held, _Held)
         if self._unusable:
-            raise TransportError(f"this service cannot be used any more: {self._unusable}; make one on a new group")
+            raise TransportError(f"this service cannot be used again: {self._unusable}; make one on a new group")
         started, deadline = time.perf_counter(), Deadline.after(timeout)
         self._runs += 1
         streams = [*held.incoming.values(), *held.outgoing.values()]
@@ -221,7 +227,7 @@ class PackedExchange(ExchangeService):
             # connections may hold half a message
             self._unusable = f"a run ended with {type(exc).__name__}: {exc}"
             if isinstance(exc, PeerLost):
-                # gloo closes all connections of a rank that gives up on one: that rank has the first word
+                # gloo closes all connections of a rank that loses one: let that rank report its error first
                 time.sleep(_SECOND_WORD_S)
             raise
         received = sum(stream.nbytes for stream in held.incoming.values())
@@ -250,22 +256,22 @@ class PackedExchange(ExchangeService):
     def _turn(self, deadline: Deadline, turn: int) -> Deadline:
         """Return the deadline of a wait that must end before `turn` later ones.
 
-        If a rank stops, those that wait for it are waited for by others. Those that wait for it itself give up first,
-        and name it: an earlier step of the run has an earlier end.
+        If a rank stops, the ranks that wait for it keep further ranks waiting. The ranks that wait for it directly must
+        end first, and name it. Therefore an earlier step of the run has an earlier deadline.
         """
         step = min(_TURN_S, _TURNS_SHARE * deadline.seconds / self._turns)
         return Deadline(deadline.at - turn * step, deadline.seconds)
 
     def _agree(self, held: _Held, trouble: str, verify: bool, deadline: Deadline) -> Deadline:
-        """Compare with each peer what both are about to do; every rank raises unless all agree.
+        """Compare the planned transfers with each peer; every rank raises unless all agree.
 
-        Returns the earliest deadline of all ranks, so that who waits longer than others has a meaning.
+        Returns the earliest deadline of all ranks: `_turn` compares deadlines of different ranks.
         """
         peers = self.peers
         left = _LEFT.pack(deadline.left().total_seconds())
         terms = _TERMS.pack(self._limit, verify)
         outgoing, incoming = (
-            # only digests prove that two bases were the same
+            # only digests prove that two bases were equal
             [self._mark(both) if verify and (both := of_peer(streams, i)) else NO_MARK for i in range(len(peers))]
             for streams in (held.outgoing, held.incoming)
         )
@@ -289,12 +295,12 @@ class PackedExchange(ExchangeService):
             same = offer == expected + terms or (not pieces and not want)
             if not trouble and position != peers.index and not same:
                 trouble = (
-                    f"{peers.label(position)} is about to send {pieces} pieces, {nbytes} bytes, and "
+                    f"{peers.label(position)} is about to send {pieces} pieces, {nbytes} bytes, but "
                     f"{peers.label(peers.index)} expects {want} pieces, {want_bytes} bytes, or others of that size; "
                     "all ranks must use one plan, and equal message sizes and verification"
                 )
         if found := peers.first_trouble(trouble, self._turn(deadline, self._turns - 1), "agreeing on transfers"):
-            raise _Agreed(RefusedError(f"nothing has been moved: {found}"))
+            raise _Agreed(RefusedError(f"no data has been moved: {found}"))
         earliest = min(_LEFT.unpack(record[: _LEFT.size])[0] for record in offered)
         return Deadline(min(deadline.at, time.monotonic() + earliest), deadline.seconds)
 
@@ -304,7 +310,7 @@ class PackedExchange(ExchangeService):
         if finish is not None and not trouble:
             try:
                 finish()
-            except Exception as exc:  # after any error the other ranks must learn that this one failed
+            except Exception as exc:  # after any error the other ranks must learn that this rank failed
                 failure = exc
         said = f"d{trouble}" if trouble else ""
         if failure is not None:
@@ -313,12 +319,14 @@ class PackedExchange(ExchangeService):
         if found.startswith("d"):
             raise _Agreed(DigestMismatch(found[1:]))
         if found:
-            raise _Agreed(RefitFailed(f"everything arrived, and could not be finished:{found[1:]}")) from failure
+            raise _Agreed(
+                RefitFailed(f"all data arrived, but the transfer could not be finished:{found[1:]}")
+            ) from failure
 
     def _mark(self, streams: Sequence[Stream]) -> bytes:
         """Return a mark of all streams to or from one peer.
 
-        It is equal on both ends only if they hold the same bases, and both want deltas.
+        It is equal on both ends only if they have equal bases, and both want deltas.
         """
         return NO_MARK
 
@@ -329,7 +337,7 @@ class PackedExchange(ExchangeService):
     def _order(self, streams: Sequence[Stream]) -> list[Stream]:
         """Return the order in which streams are served: each rank starts with its successor, not all with rank 0."""
         me, size = self.peers.index, len(self.peers)
-        # by hop: what comes by a relay waits for what that relay receives, never the other way round (windows.py)
+        # by hop: data from a relay waits for the data that the relay receives, never the other way round (windows.py)
         return sorted(streams, key=lambda s: (s.is_send, s.route.hop, (s.position - me) % size, s.route))
 
     def _next_buffer(
@@ -358,7 +366,7 @@ class PackedExchange(ExchangeService):
         return number, buffer, direct is None
 
     def _land(self, done: InFlight, verify: bool) -> str:
-        """Write an arrived message to its destinations, and add what then lies there to the digest.
+        """Write an arrived message to its destinations, read them back, and add the result to the digest.
 
         Returns an error text after the last message, the sender's digest, if the digests differ.
         """
@@ -366,15 +374,15 @@ class PackedExchange(ExchangeService):
         if done.number == len(stream.messages):
             if done.buffer.cpu().numpy().tobytes() == stream.digest.digest():
                 return ""
-            why = "something else writes to these tensors during the transfer, or altered it on the way"
+            why = "another process writes to these tensors during the transfer, or the data was altered on the way"
             if stream.has_bases:
                 why = (
-                    "it came as a delta, which was altered on the way, or something has written to the version that an "
-                    "engine there serves; that node's log says which (delta-wrong or base-wrong); swap again"
+                    "it came as a delta: the delta was altered on the way, or the version that an engine there serves "
+                    "was overwritten; that node's log says which (delta-wrong or base-wrong); swap again"
                 )
             return (
-                f"what {self.peers.label(self.peers.index)} wrote is not what {self.peers.label(stream.position)} "
-                f"read; {why}"
+                f"the bytes that {self.peers.label(self.peers.index)} wrote differ from the bytes that "
+                f"{self.peers.label(stream.position)} read; {why}"
             )
         again = self._staging() if done.is_staged and verify else None
         for span, here in steps_of(stream.messages[done.number], self.step_bytes):
@@ -408,7 +416,7 @@ class PackedExchange(ExchangeService):
             else:
                 is_same = self._copy_staged(source, target, verify)
             if not is_same:
-                return f"task {key}: the local copy differs from its source; something else writes to one of them"
+                return f"task {key}: the local copy differs from its source; another thread writes to one of them"
         return ""
 
     def _copy_staged(self, source: Piece, target: Piece, verify: bool) -> bool:
@@ -426,21 +434,21 @@ class PackedExchange(ExchangeService):
         return is_same
 
     def _new_digest(self, about: bytes) -> Digest:
-        """Return the digest of a stream, which in an epoch is a MAC of its bytes and of what it is about."""
+        """Return the digest of a stream; in an epoch it is a MAC of its bytes and its subject."""
         authenticator = self.peers.authenticator
         return HostDigest() if authenticator is None else authenticator.stream(about)
 
     def _about(self, stream: Stream) -> bytes:
-        """Return what a stream is about: the run, and who sends to whom, or its path, whose ranks pass its MAC on.
+        """Return the subject of a stream: the run and both ranks, or the run and the path, whose ranks pass the MAC on.
 
-        An earlier one's MAC is no other one's.
+        The MAC of one run is therefore invalid in every other run.
         """
         ends = (self.peers.index, stream.position) if stream.is_send else (stream.position, self.peers.index)
         path = stream.route.path
         return _ABOUT.pack(self._runs, path, *((0, 0) if path else ends))
 
     def _staging(self) -> torch.Tensor:
-        # first touch of new pages costs several copies, so buffers are kept between runs
+        # first touch of new pages costs as much as several copies, so buffers are reused between runs
         if self._spare:
             return self._spare.pop()
         self._buffers += 1

@@ -1,12 +1,14 @@
-"""The processes of one group, and the small exchanges of bytes with which they agree.
+"""The processes of one group: how they meet, prove who they are, and agree by small exchanges of bytes.
 
-A torch process group carries everything. Nothing is pickled, and every wait ends at a deadline. Each method is
-collective: every process of the group calls it, in the same order.
+A torch process group carries everything, formed through an epoch's mailbox or by the caller. All records have known
+lengths and are never pickled. Every wait ends at a deadline. Each method of Peers is collective: every process of the
+group calls it, in the same order.
 """
 
 from __future__ import annotations
 
-import math
+import hmac
+import secrets
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -17,10 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Store
 
-from refitd.copy_services.authentication import MAC_BYTES, Authenticator
-from refitd.errors import ConfigError, DeadlineExceeded, PeerLost, ProtocolError, TransportError
+from refitd.copy_services import Epoch
+from refitd.copy_services.digests import MAC_BYTES, Authenticator
+from refitd.copy_services.waits import Deadline
+from refitd.errors import ConfigError, DeadlineExceeded, PeerLost, ProtocolError, RefitdError, TransportError
 
 Group = Any  # a torch ProcessGroup or one of its backends; None for the default group
 
@@ -30,40 +34,16 @@ _LENGTH_TAG = 0x52460001
 _PAYLOAD_TAG = 0x52460002
 _RECORD_TAG = 0x52460003
 
-# Up to this size all processes exchange directly, so that an error can name who did not answer. Larger groups, which
+# Up to this size all processes exchange directly, so an error can name the silent one. Larger groups, which
 # only the in-process library has, use torch's collectives, with fewer connections.
 NAMED_SIZE = 32
 _TROUBLE_BYTES = 480
 _EVERYBODY = -1
 _ABOUT = struct.Struct("<qqq")  # number of the call, positions of sender and receiver
 _LENGTH = struct.Struct("<q")
-
-
-@dataclass(frozen=True, slots=True)
-class Deadline:
-    """The time (of time.monotonic) at which every wait ends, and the timeout that set it."""
-
-    at: float
-    seconds: float
-
-    @classmethod
-    def after(cls, seconds: float) -> Deadline:
-        """Return the deadline `seconds` from now.
-
-        Raises:
-            ConfigError: not a positive, finite number of seconds.
-        """
-        try:
-            found = math.nan if isinstance(seconds, str | bytes | bool) else float(seconds)
-        except (TypeError, ValueError, RuntimeError):
-            found = math.nan
-        if not 0 < found < 1e9:
-            raise ConfigError(f"timeout is {seconds!r}, expected seconds above 0")
-        return cls(time.monotonic() + found, found)
-
-    def left(self) -> timedelta:
-        """Return the time left, at least a millisecond: to torch 0 means "forever"."""
-        return timedelta(seconds=max(0.001, self.at - time.monotonic()))
+_ENDS = struct.Struct("<qq")
+_NONCE_BYTES = 32
+MAX_PAYLOAD_BYTES = 64 << 20  # limit of one payload in `gather` and `scatter`
 
 
 class Peers:
@@ -75,12 +55,12 @@ class Peers:
         ranks: the rank of each position, as parallel groups number ranks: the default group's if torch knows the
             group, else positions.
         device: the device that exchanged tensors must be on.
-        authenticator: in an epoch, what proves who said each record; None in a user's group.
+        authenticator: in an epoch, signs each record; None in a user's group.
     """
 
     authenticator: Authenticator | None = None
     _records = 0  # collective calls that were authenticated
-    _latest: object = None  # what the latest exchange has posted
+    _latest: object = None  # sends and receives of the latest exchange
 
     def __init__(self, group: Group = None, labels: Sequence[str] = ()) -> None:
         """Use a group; None is the default group. `labels` name each position in errors.
@@ -125,13 +105,13 @@ class Peers:
         Raises:
             DeadlineExceeded, PeerLost: a process did not come.
         """
-        # what position 0 tells the others: 0, or 1 + the position of a lost process
+        # position 0 sends 0, or 1 + the position of a lost process
         tokens = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in self.ranks]
         if self.index:
             self.wait(self.send(tokens[0], 0, _MEET_TAG), 0, deadline, f"{purpose}: coming to")
             self.wait(self.receive(tokens[1], 0, _MEET_TAG), 0, deadline, f"{purpose}: all others, counted by")
             if gone := int(tokens[1].item()):
-                raise PeerLost(f"{purpose}: {self.label(gone - 1)} is gone")
+                raise PeerLost(f"{purpose}: {self.label(gone - 1)} has left")
             return
         lost: dict[int, PeerLost] = {}
 
@@ -153,7 +133,7 @@ class Peers:
                 if work is not None:
                     trying(i, partial(self.wait, work, i, deadline, f"{purpose}: {what}"))
         if lost:
-            raise PeerLost(f"{purpose}: {self.label(min(lost))} is gone") from lost[min(lost)]
+            raise PeerLost(f"{purpose}: {self.label(min(lost))} has left") from lost[min(lost)]
 
     def all_gather(self, record: bytes, deadline: Deadline, purpose: str) -> list[bytes]:
         """Return everyone's record, by position. All records have the same length.
@@ -205,15 +185,15 @@ class Peers:
         return record + self.authenticator.mac(b"record", about, purpose.encode(), record)
 
     def _checked(self, signed: Sequence[bytes], to: int, purpose: str) -> list[bytes]:
-        """Return the records of one call without their MACs, which prove them."""
+        """Check the MACs of one call's records, and return the records without them."""
         assert self.authenticator is not None
         for sender, each in enumerate(signed):
             about = _ABOUT.pack(self._records, sender, to)
             record, mac = each[:-MAC_BYTES], each[-MAC_BYTES:]
             if sender != self.index and not self.authenticator.is_mac(mac, b"record", about, purpose.encode(), record):
                 raise TransportError(
-                    f"{purpose}: what came to {self.label(self.index)} is not what {self.label(sender)} said; somebody "
-                    "between them has altered it"
+                    f"{purpose}: the record from {self.label(sender)} to {self.label(self.index)} was altered on the "
+                    "way; check the network between them"
                 )
         self._records += 1
         return [each[:-MAC_BYTES] for each in signed]
@@ -236,12 +216,12 @@ class Peers:
         return self.device.type == "cpu" and 1 < len(self) <= NAMED_SIZE
 
     def _exchange(self, records: Sequence[bytes], deadline: Deadline, purpose: str, length: int) -> list[bytes]:
-        """Send record i to position i; return those received, of `length` bytes. Errors name who did not answer."""
+        """Send record i to position i; return the received ones, of `length` bytes. Errors name the silent rank."""
         others = [i for i in range(len(self)) if i != self.index]
         found = {i: torch.empty(len(records[i]), dtype=torch.uint8) for i in others}
         receives = {i: self.receive(found[i], i, _RECORD_TAG) for i in others}
         sends = {i: self.send(_as_tensor(records[i], self.device), i, _RECORD_TAG) for i in others}
-        # After an error, dropping them would close connections to others, who would then name this rank.
+        # Dropping them after an error would close connections, and the other ranks would name this rank as the cause.
         self._latest = receives, sends
         for works, step in ((receives, "from"), (sends, "to")):
             for position, work in works.items():
@@ -249,7 +229,7 @@ class Peers:
         return [(_as_bytes(found[i]) if i in found else records[i])[:length] for i in range(len(self))]
 
     def first_trouble(self, trouble: str, deadline: Deadline, purpose: str) -> str:
-        """Return the text of the first rank that found trouble, the same everywhere; "" if none did."""
+        """Return the error text of the first rank that has one, "" if none has. All ranks return the same text."""
         mine = trouble.encode()[:_TROUBLE_BYTES].ljust(_TROUBLE_BYTES, b"\0")
         said = self.all_gather(mine, deadline, purpose)
         return next((text for each in said if (text := each.rstrip(b"\0").decode(errors="ignore"))), "")
@@ -260,14 +240,12 @@ class Peers:
         `lengths` are the payloads' lengths by position, known to everyone.
 
         Raises:
-            ProtocolError: a payload exceeds the size of a message; nothing is allocated for it.
+            ProtocolError: a payload exceeds MAX_PAYLOAD_BYTES; no memory is allocated for it.
         """
-        from refitd.protocol.base import MAX_MESSAGE_BYTES  # imports msgspec, which transfers alone do not need
-
         for position, length in enumerate(lengths):
-            if not 0 < length <= MAX_MESSAGE_BYTES:
+            if not 0 < length <= MAX_PAYLOAD_BYTES:
                 raise ProtocolError(
-                    f"{purpose}: {self.label(position)} has {length} bytes to say, expected 1 to {MAX_MESSAGE_BYTES}"
+                    f"{purpose}: {self.label(position)} has {length} bytes to send, expected 1 to {MAX_PAYLOAD_BYTES}"
                 )
         if self.index:
             self.wait(self.send(_as_tensor(payload, self.device), 0, _PAYLOAD_TAG), 0, deadline, purpose)
@@ -282,10 +260,8 @@ class Peers:
         """Send payload i of position 0 to position i; return this process's. `payloads` is None except at position 0.
 
         Raises:
-            ProtocolError: a payload exceeds the size of a message.
+            ProtocolError: a payload exceeds MAX_PAYLOAD_BYTES.
         """
-        from refitd.protocol.base import MAX_MESSAGE_BYTES
-
         if payloads is not None:
             works = []
             for position in range(1, len(self)):
@@ -300,8 +276,8 @@ class Peers:
         head = torch.empty(_LENGTH.size, dtype=torch.uint8, device=self.device)
         self.wait(self.receive(head, 0, _LENGTH_TAG), 0, deadline, purpose)
         (length,) = _LENGTH.unpack(_as_bytes(head))
-        if not 0 < length <= MAX_MESSAGE_BYTES:
-            raise ProtocolError(f"{purpose}: {self.label(0)} sends {length} bytes, expected 1 to {MAX_MESSAGE_BYTES}")
+        if not 0 < length <= MAX_PAYLOAD_BYTES:
+            raise ProtocolError(f"{purpose}: {self.label(0)} sends {length} bytes, expected 1 to {MAX_PAYLOAD_BYTES}")
         buffer = torch.empty(length, dtype=torch.uint8, device=self.device)
         self.wait(self.receive(buffer, 0, _PAYLOAD_TAG), 0, deadline, purpose)
         return _as_bytes(buffer)
@@ -311,14 +287,14 @@ class Peers:
         try:
             return _Posted(self.group.send([tensor], position, tag), tensor)
         except RuntimeError as exc:
-            raise PeerLost(f"sending to {self.label(position)}: {_first_line(exc)}") from exc
+            raise PeerLost(f"sending to {self.label(position)}: {first_line(exc)}") from exc
 
     def receive(self, tensor: torch.Tensor, position: int, tag: int) -> _Posted:
         """Start receiving into a contiguous tensor, which is filled when `wait` returns."""
         try:
             return _Posted(self.group.recv([tensor], position, tag), tensor)
         except RuntimeError as exc:
-            raise PeerLost(f"receiving from {self.label(position)}: {_first_line(exc)}") from exc
+            raise PeerLost(f"receiving from {self.label(position)}: {first_line(exc)}") from exc
 
     def wait(self, posted: _Posted, position: int, deadline: Deadline, purpose: str) -> None:
         """Wait for one send or receive.
@@ -336,15 +312,15 @@ class Peers:
 
 @dataclass(slots=True)
 class _Posted:
-    """A started transfer. It keeps the tensor, so that its memory stays."""
+    """A started transfer. It keeps the tensor, and therefore its memory, alive."""
 
     work: Any
     tensor: torch.Tensor
 
     def abandon(self) -> None:
-        """Drop a receive, so that it is never filled: gloo closes a connection whose next message has no receive.
+        """Drop a receive: it is then never filled, because gloo closes a connection whose next message has no receive.
 
-        Nothing else may hold the receive. If a transfer is still in flight, the group cannot be used any more.
+        No other object may refer to the receive. If a transfer is still in flight, the group cannot be used afterwards.
         """
         self.work = None
 
@@ -366,13 +342,14 @@ class _Translating:
 
 
 def _translated(exc: RuntimeError, deadline: Deadline, subject: str, who: str) -> TransportError:
-    said = _first_line(exc)
+    said = first_line(exc)
     if time.monotonic() >= deadline.at or "imed out" in said:
         return DeadlineExceeded(f"{subject}; {who} waited {deadline.seconds:g} s ({said})")
     return PeerLost(f"{subject}; {who} lost its connection ({said}); another rank's error may say why")
 
 
-def _first_line(exc: BaseException) -> str:
+def first_line(exc: BaseException) -> str:
+    """Return the first line of a library's error, or its type if it has no text."""
     return (str(exc).splitlines() or [""])[0].strip() or type(exc).__name__
 
 
@@ -392,3 +369,98 @@ def _as_tensor(data: bytes, device: torch.device) -> torch.Tensor:
 
 def _as_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.cpu().numpy().tobytes()
+
+
+class MailboxStore(Store):
+    """A torch Store over an epoch's mailbox: process groups form through the control plane, without an open port.
+
+    It implements the methods that process groups use while they form: set, wait, get.
+    `failure` is the error that ended a wait; torch raises another exception instead.
+    """
+
+    def __init__(self, epoch: Epoch, deadline: Deadline, attempt: str = "") -> None:
+        """`deadline` applies to all attempts to join together; each `attempt` has its own keys."""
+        super().__init__()
+        self._epoch, self._deadline, self._attempt = epoch, deadline, attempt
+        self._found: dict[str, bytes] = {}
+        self.failure: RefitdError | None = None
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Publish a value to the other workers, once."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._found[key] = data
+        self._epoch.mailbox.put(self._attempt + key, data)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value until the deadline, and return it."""
+        if key not in self._found:
+            left = self._deadline.at - time.monotonic()
+            try:
+                self._found[key] = self._epoch.mailbox.get(self._attempt + key, max(0.001, left))
+            except DeadlineExceeded as exc:
+                # report the whole timeout: this wait may have had only the rest of it
+                self.failure = DeadlineExceeded(
+                    f"{self._who(key)} did not come to epoch {self._epoch.id} within {self._deadline.seconds:.1f} s"
+                )
+                raise self.failure from exc
+            except RefitdError as exc:
+                self.failure = exc
+                raise
+        return self._found[key]
+
+    def _who(self, key: str) -> str:
+        """Return the label of the worker that puts a key's value: process groups end their keys with the position."""
+        position = key.rpartition("/")[2]
+        if position.isdecimal() and int(position) < self._epoch.size:
+            return self._epoch.labels[int(position)]
+        return "some worker"
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Return once all values are known."""
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all values are known."""
+        return all(key in self._found for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """Refuse: a counter needs one central place, and no transport of refitd uses one."""
+        raise TransportError(f"epoch {self._epoch.id}: the rendezvous has no counters (asked for {key!r})")
+
+    def delete_key(self, key: str) -> bool:
+        """Ignored: values are dropped with their epoch."""
+        return False
+
+    def num_keys(self) -> int:
+        """Return the number of values known here."""
+        return len(self._found)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Ignored: the deadline of joining applies."""
+
+
+def prove(peers: Peers, epoch: Epoch, deadline: Deadline) -> Authenticator:
+    """Prove over the connections of a group that this worker has the epoch's key, and check the others' proofs.
+
+    Collective. Return the authenticator for everything that these connections carry from now on.
+
+    Raises:
+        DeadlineExceeded, PeerLost: a worker did not answer.
+        TransportError: a process without the key came as a worker; has its label.
+    """
+    held = Authenticator(epoch.key)
+    nonces = peers.all_gather(secrets.token_bytes(_NONCE_BYTES), deadline, "proving who is there")
+    meeting = [text.encode() for text in (epoch.id, *epoch.labels)] + nonces
+
+    def proof(prover: int, to: int) -> bytes:
+        return held.mac(b"proof", _ENDS.pack(prover, to), *meeting)
+
+    proofs = peers.all_to_all([proof(peers.index, to) for to in range(len(peers))], deadline, "proving who is there")
+    for position, found in enumerate(proofs):
+        if not hmac.compare_digest(found, proof(position, peers.index)):
+            raise TransportError(
+                f"the process that came as {epoch.labels[position]} does not hold the key of epoch {epoch.id}, or its "
+                f"proof was altered on the way to {epoch.labels[peers.index]}"
+            )
+    return Authenticator(held.derive(b"session", *meeting))

@@ -1,14 +1,46 @@
-"""Pieces: one half of a transfer, on any device; packed into messages and unpacked from them."""
+"""Pieces: one half of a transfer, packed into messages and unpacked from them.
+
+TensorPiece     a tensor of this process, on any device
+ArenaPiece      a strided box of a mapped arena
+DevicePiece     a strided box of an arena on a GPU
+
+Both ends compute the layout of messages from the sizes alone. Pieces are in the order of their ids. Small pieces share
+a message, each at a multiple of ALIGNMENT. A piece at least as large as a message is cut into several messages. They
+contain only this piece, so they are sent from and received into the tensor directly:
+
+    limit 100, pieces of 40, 30, 250, 10   ->   [40 | 30]  [250: 0-100]  [100-200]  [200-250]  [10]
+"""
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from refitd.addressing.messages import boxes_between
+from refitd.addressing.between_nodes import TransferList
+from refitd.buffers.arena import MappedArena
+from refitd.buffers.cuda import MappedDeviceArena
+from refitd.buffers.layout import extent
+from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES, converted
+from refitd.errors import TransportError
 
+_UNSIGNED: dict[int, type[np.generic]] = {
+    1: np.uint8,
+    2: np.uint16,
+    4: np.uint32,
+    8: np.uint64,
+    16: np.complex128,
+}
+Words = npt.NDArray[Any]
+# integers, and complex for 16 bytes: torch copies them bit for bit
+_DEVICE_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -17,7 +49,7 @@ class Base:
     """An earlier version of a piece's elements at this end, in the same order and form."""
 
     piece: Piece
-    version: str  # equal on both ends exactly if they hold the same one
+    version: str  # equal on both ends exactly if their bases are equal
 
 
 class Piece(ABC):
@@ -44,7 +76,7 @@ class Piece(ABC):
 
     @abstractmethod
     def direct(self, start: int, end: int) -> torch.Tensor | None:
-        """Return the part itself as uint8 if it is contiguous, so that it needs no staging; else None."""
+        """Return the part itself as uint8 if it is contiguous and needs no staging; else None."""
 
     @abstractmethod
     def pack(self, start: int, end: int, out: torch.Tensor) -> None:
@@ -129,21 +161,237 @@ class TensorPiece(Piece):
         return parts
 
     def copy_from(self, source: TensorPiece, *, verify: bool) -> bool:
-        """Copy another piece with as many elements here; with `verify`, return whether both then hold the same."""
+        """Copy another piece with as many elements here; with `verify`, return whether both are then equal."""
         value, target = source.tensor, self.tensor
         if value.shape != target.shape:
             value = value.reshape(target.shape)
         if value.dtype == target.dtype:
             value, target = raw(value), raw(target)
         if value.data_ptr() == target.data_ptr() and value.stride() == target.stride() and value.dtype == target.dtype:
-            return True  # it is the same memory
+            return True  # both are one memory
         target.copy_(value)
         return not verify or value.dtype != target.dtype or torch.equal(value.to(target.device), target)
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as integers, which every copy supports and keeps bit for bit."""
+    """Return this memory as integers, which every copy supports and preserves bit for bit."""
     size = tensor.element_size()
     if size == 16:
         return torch.view_as_real(tensor).view(torch.int64)
     return tensor.view(_SAME_SIZE[size])
+
+
+class ArenaPiece(BoxPiece):
+    """A strided box of an arena."""
+
+    def __init__(self, words: Words, cast: int, element: int) -> None:
+        """`words` are the elements in the arena; `element` is their size in transit."""
+        super().__init__(words.size, cast, element)
+        self._words = words
+        self._flat: torch.Tensor | None = None
+        if not cast and words.flags.c_contiguous:
+            with warnings.catch_warnings():
+                # the arena may be mapped for reading only
+                warnings.filterwarnings("ignore", message=".*not writable.*")
+                self._flat = torch.from_numpy(words.reshape(-1).view(np.uint8))
+
+    def direct(self, start: int, end: int) -> torch.Tensor | None:
+        """See Piece.direct."""
+        return None if self._flat is None else self._flat[start:end]
+
+    def pack(self, start: int, end: int, out: torch.Tensor) -> None:
+        """See Piece.pack."""
+        if out.device.type != "cpu":
+            self.pack(start, end, there := torch.empty(end - start, dtype=torch.uint8))
+            out.copy_(there)
+            return
+        place, at = out.numpy().view(_UNSIGNED[self._element]), 0
+        for index, count in boxes_between(self._words.shape, start // self._element, end // self._element):
+            words = self._words[index]
+            if self._cast:
+                words = converted(self._cast, words)
+            np.copyto(place[at : at + count].reshape(words.shape), words)
+            at += count
+
+    def unpack(self, start: int, end: int, found: torch.Tensor) -> None:
+        """See Piece.unpack."""
+        place, at = found.cpu().numpy().view(_UNSIGNED[self._element]), 0
+        for index, count in boxes_between(self._words.shape, start // self._element, end // self._element):
+            words = self._words[index]
+            np.copyto(words, place[at : at + count].reshape(words.shape))
+            at += count
+
+
+class DevicePiece(BoxPiece):
+    """A strided box of an arena on a GPU. Conversions happen in main memory, on sending.
+
+    Work is queued on the GPU's current stream; the caller that runs the transfer waits for it.
+    """
+
+    def __init__(
+        self,
+        arena: MappedDeviceArena,
+        offset: int,
+        size: list[int],
+        stride: list[int],
+        held: int,
+        cast: int,
+        element: int,
+    ) -> None:
+        """Make a view of a box inside the arena; the caller has checked its range.
+
+        Args:
+            arena: the arena.
+            offset: of the first element, in bytes.
+            size: elements along each dimension.
+            stride: bytes between elements along each dimension.
+            held: bytes of an element in the arena.
+            cast: conversion on sending, 0 for none.
+            element: bytes of an element in transit.
+
+        Raises:
+            TransportError: offset or strides are not multiples of the element size.
+        """
+        dtype = _DEVICE_WORDS[held]
+        if offset % held or any(step % held for step in stride):
+            raise TransportError(f"elements of {held} bytes at byte {offset}, {stride} apart, cannot be read by a GPU")
+        words = arena.tensor[: arena.nbytes // held * held].view(dtype)
+        self._words = words.as_strided(size, [step // held for step in stride], offset // held)
+        super().__init__(self._words.numel(), cast, element, f" on {self._words.device}")
+
+    def direct(self, start: int, end: int) -> torch.Tensor | None:
+        """See Piece.direct."""
+        if self._cast or not self._words.is_contiguous():
+            return None
+        return self._words.reshape(-1).view(torch.uint8)[start:end]
+
+    def pack(self, start: int, end: int, out: torch.Tensor) -> None:
+        """See Piece.pack."""
+        for box, place in self._parts(start, end, out):
+            if self._cast:
+                there = converted(self._cast, box.cpu().numpy().view(f"u{box.element_size()}"))
+                place.copy_(torch.from_numpy(there.view(f"i{self._element}")))
+            else:
+                place.copy_(box)
+
+    def unpack(self, start: int, end: int, found: torch.Tensor) -> None:
+        """See Piece.unpack."""
+        for box, place in self._parts(start, end, found):
+            box.copy_(place)
+
+    def _parts(self, start: int, end: int, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return pairs of equal shape: part of the box, and its place in the buffer."""
+        item, at, found = self._element, 0, []
+        for index, count in boxes_between(self._words.shape, start // item, end // item):
+            box = self._words[index]
+            place = buffer[at : at + count * item].view(_DEVICE_WORDS[item]).view(box.shape)
+            found.append((box, place))
+            at += count * item
+        return found
+
+
+def piece_of(transfers: TransferList, row: int, arenas: Mapping[int, MappedArena | MappedDeviceArena]) -> Piece:
+    """Return this end of a transfer.
+
+    Raises:
+        TransportError: it leaves its arena, or the arena is not mapped here, or is read-only but must be written.
+    """
+    size, stride = transfers.size[row].tolist(), transfers.stride[row].tolist()
+    element, cast, offset = int(transfers.element_size[row]), int(transfers.cast[row]), int(transfers.offset[row])
+    if not 0 <= cast < len(SOURCE_SIZES) or (cast and element != DESTINATION_SIZES[cast]) or element not in _UNSIGNED:
+        raise TransportError(f"transfer {row}: conversion {cast} to elements of {element} bytes does not exist")
+    held = SOURCE_SIZES[cast] or element
+    arena = arenas.get(int(transfers.arena[row]))
+    if arena is None:
+        raise TransportError(f"transfer {row}: arena {int(transfers.arena[row])} is not mapped here")
+    end = offset + extent(size, stride, held)
+    if offset < 0 or min(stride) < 0 or min(size) < 1 or end > arena.nbytes:
+        raise TransportError(f"transfer {row}: bytes {offset}..{end} leave an arena of {arena.nbytes} bytes")
+    if not transfers.is_send[row] and not arena.writable:
+        raise TransportError(f"transfer {row}: arena {int(transfers.arena[row])} is mapped for reading only")
+    if not isinstance(arena, MappedArena):
+        return DevicePiece(arena, offset, size, stride, held, cast, element)
+    # numpy ignores the strides of dimensions with one element when it checks for contiguity
+    words = np.ndarray(tuple(size), _UNSIGNED[held], arena.bytes.data, offset, tuple(stride))
+    return ArenaPiece(words, cast, element)
+
+
+# a multiple of every element size: each piece in a message can be viewed with its dtype
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSpan:
+    """Bytes start:end of piece `piece` are at offset `at` of a message."""
+
+    piece: int
+    start: int
+    end: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMessage:
+    """One send and its receive."""
+
+    nbytes: int
+    spans: tuple[PieceSpan, ...]
+
+    @property
+    def payload(self) -> int:
+        """Bytes of the pieces in this message, without padding."""
+        return sum(span.end - span.start for span in self.spans)
+
+
+def lay_out(sizes: Sequence[int], limit: int) -> list[PackedMessage]:
+    """Return the messages for pieces of these sizes; skip empty pieces.
+
+    `limit` is the maximum size of a message in bytes, a multiple of ALIGNMENT.
+    """
+    messages: list[PackedMessage] = []
+    spans: list[PieceSpan] = []
+    used = 0
+
+    def flush() -> None:
+        nonlocal spans, used
+        if spans:
+            messages.append(PackedMessage(spans[-1].at + spans[-1].end - spans[-1].start, tuple(spans)))
+        spans, used = [], 0
+
+    for piece, size in enumerate(sizes):
+        if size >= limit:
+            flush()
+            for start in range(0, size, limit):
+                end = min(size, start + limit)
+                messages.append(PackedMessage(end - start, (PieceSpan(piece, start, end, 0),)))
+        elif size:
+            if used + size > limit:
+                flush()
+            spans.append(PieceSpan(piece, 0, size, used))
+            used += -(-size // ALIGNMENT) * ALIGNMENT
+    flush()
+    return messages
+
+
+def boxes_between(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[slice, ...], int]]:
+    """Yield (index, elements) of boxes that together cover elements start:end of a tensor in row-major order.
+
+    shape (4, 10), 5:27  ->  [0:1, 5:10], [1:2, 0:10], [2:3, 0:7]     (full rows in the middle are one box)
+    """
+    if start >= end:
+        return
+    if end - start == prod(shape):
+        yield tuple(slice(0, n) for n in shape), end - start
+        return
+    inner = prod(shape[1:])
+    first, last = -(-start // inner), end // inner
+    if first > last:  # within one row
+        for index, count in boxes_between(shape[1:], start - last * inner, end - last * inner):
+            yield (slice(last, last + 1), *index), count
+        return
+    for index, count in boxes_between(shape[1:], start - (first - 1) * inner, inner) if start % inner else ():
+        yield (slice(first - 1, first), *index), count
+    if first < last:
+        yield (slice(first, last), *(slice(0, n) for n in shape[1:])), (last - first) * inner
+    for index, count in boxes_between(shape[1:], 0, end - last * inner) if end % inner else ():
+        yield (slice(last, last + 1), *index), count

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from refitd.addressing.messages import PackedMessage
-from refitd.copy_services.delta_codec import NOTE_BYTES, Bytes, Comparison, Delta, Encoding, Note, apply
-from refitd.copy_services.pace import LONGEST_REST
-from refitd.copy_services.packed import WINDOW, Move
-from refitd.copy_services.pieces import Piece
+from refitd.copy_services.deltas import LONGEST_REST, NOTE_BYTES, Bytes, Comparison, Delta, Encoding, Note, apply
+from refitd.copy_services.packed import TAG, WINDOW, Move, PackedExchange
+from refitd.copy_services.pieces import PackedMessage, Piece
 from refitd.copy_services.streams import InFlight, Stream, steps_of
 from refitd.errors import TransportError
 
-if TYPE_CHECKING:
-    from refitd.copy_services.windows import WindowExchange
-
 _OPENING = -1  # as number of a message
 AHEAD = 8
+_NOTE_TAG = 0x52490001  # notes and messages are in flight together and have different tags
+# Two ranks may exchange over several paths, with far fewer messages than this in flight. If the tags of two paths still
+# collide, they exchange messages, which the digests find.
+_TAGS_APART = 4099
 
 
 class Pipeline(ABC):
     """A running stream: posts its messages, and handles those that have been sent or have arrived.
 
-    `arrived` counts bytes of pieces that lie here; `trouble` is an error text about them. `seconds` is how long the
-    stream took to its end. `relay` passes it on.
+    `arrived` counts the received bytes of pieces; `trouble` is an error text about them. `seconds` is the duration of
+    the stream. `relay` passes it on.
     """
 
-    def __init__(self, service: WindowExchange, stream: Stream, move: Move) -> None:
+    def __init__(self, service: PackedExchange, stream: Stream, move: Move) -> None:
         self._service, self._move = service, move
         self.stream = stream
         self.relay: Relay | None = None
@@ -42,12 +40,28 @@ class Pipeline(ABC):
 
     @abstractmethod
     def done(self, flight: InFlight) -> list[InFlight]:
-        """Handle a message that has been sent or has arrived; return the messages posted in its place."""
+        """Handle a message that has been sent or has arrived; return the messages posted next."""
 
     def _land(self, flight: InFlight) -> None:
         """Write a whole message that has arrived, and count it."""
         self.trouble = self._service._land(flight, self._move.verify) or self.trouble
         self.arrived += flight.payload
+
+    def _post(self, number: int, buffer: torch.Tensor, *, is_staged: bool = False, is_note: bool = False) -> InFlight:
+        """Start sending or receiving a message."""
+        stream, peers = self.stream, self._service.peers
+        post = peers.send if stream.is_send else peers.receive
+        # a tag for each message: it can only meet its own other half
+        tag = (_NOTE_TAG if is_note else TAG) + (number + _TAGS_APART * stream.route.path) % 0x10000
+        return InFlight(stream, number, post(buffer, stream.position, tag), buffer, is_staged, is_note)
+
+    def _post_next(self) -> list[InFlight]:
+        """Post the next message, whole; with `verify` the last is the digest. Returns [] behind the last."""
+        made = self._service._next_buffer(self.stream, self._move.verify)
+        if made is None:
+            return []
+        number, buffer, is_staged = made
+        return [self._post(number, buffer, is_staged=is_staged)]
 
 
 class PlainPipeline(Pipeline):
@@ -55,7 +69,7 @@ class PlainPipeline(Pipeline):
 
     def begin(self, number: int) -> list[InFlight]:
         """See Pipeline.begin."""
-        return self._service._post_next(self.stream, self._move.verify)
+        return self._post_next()
 
     def done(self, flight: InFlight) -> list[InFlight]:
         """See Pipeline.done."""
@@ -64,13 +78,13 @@ class PlainPipeline(Pipeline):
             self._land(flight)
         if flight.is_staged:
             self._service._give_back(flight.buffer)
-        return self._service._post_next(self.stream, self._move.verify)
+        return self._post_next()
 
 
 class AnnouncedPipeline(Pipeline):
     """A stream of messages whose forms are announced."""
 
-    def __init__(self, service: WindowExchange, stream: Stream, move: Move) -> None:
+    def __init__(self, service: PackedExchange, stream: Stream, move: Move) -> None:
         super().__init__(service, stream, move)
         self._flying: dict[int, int] = {}  # posted messages that are not done, and their bytes
 
@@ -100,7 +114,7 @@ class AnnouncedPipeline(Pipeline):
         stream = self.stream
         number = stream.next
         if number >= len(stream.messages):
-            return self._service._post_next(stream, self._move.verify)
+            return self._post_next()
         if self._flying:
             room = WINDOW * stream.limit - sum(self._flying.values())
             if number - min(self._flying) >= AHEAD or self._length(number) > room:
@@ -112,7 +126,7 @@ class AnnouncedPipeline(Pipeline):
 
     def _post_note(self, number: int) -> InFlight:
         data = torch.frombuffer(bytearray(b"".join(map(self._note, self._announces(number)))), dtype=torch.uint8)
-        return self._service._post(self.stream, number, data, is_note=True)
+        return self._post(number, data, is_note=True)
 
     def _announces(self, number: int) -> range:
         """Return the messages whose forms the note of a message announces; there may be no such messages."""
@@ -123,7 +137,7 @@ class AnnouncedPipeline(Pipeline):
         return min(8, *(self.stream.pieces[span.piece].itemsize for span in message.spans))
 
     def _bases(self, message: PackedMessage) -> dict[int, Piece]:
-        """Return the base of each piece in a message; {} if one has none, or the peer does not hold the same."""
+        """Return the base of each piece in a message; {} if one has none, or the peer has other bases."""
         if not self.stream.has_bases:
             return {}
         bases = {span.piece: self.stream.pieces[span.piece].base for span in message.spans}
@@ -141,7 +155,7 @@ class AnnouncedPipeline(Pipeline):
                 stream.pieces[span.piece].pack(span.start, span.end, buffer[here])
             if with_digest:
                 stream.digest.update(buffer[here])
-        return service._post(stream, number, buffer, is_staged=direct is None)
+        return self._post(number, buffer, is_staged=direct is None)
 
     @abstractmethod
     def _note(self, number: int) -> bytes:
@@ -171,10 +185,10 @@ class AnnouncedPipeline(Pipeline):
 class AnnouncedSender(AnnouncedPipeline):
     """Decides on the form of each message, announces it, and sends it."""
 
-    def __init__(self, service: WindowExchange, stream: Stream, move: Move) -> None:
+    def __init__(self, service: PackedExchange, stream: Stream, move: Move) -> None:
         super().__init__(service, stream, move)
         self._announced: dict[int, Delta | None] = {}  # None: whole
-        # after a message without a useful delta, one, two, four, ... further ones are sent whole without comparing
+        # after a message without a useful delta, the next one, two, four, ... are sent whole without a comparison
         self._resting, self._next_rest = 0, 1
 
     def _note(self, number: int) -> bytes:
@@ -187,7 +201,7 @@ class AnnouncedSender(AnnouncedPipeline):
     def _compared(self, message: PackedMessage) -> Delta | None:
         """Add a message to the digest; return its delta, None if it is better sent whole.
 
-        Without bases nothing is read yet.
+        Without bases the message is not read yet.
         """
         if not self.stream.has_bases:
             return None
@@ -227,10 +241,10 @@ class AnnouncedSender(AnnouncedPipeline):
         return self.stream.messages[number].nbytes if delta is None else delta.note.nbytes
 
     def _post_body(self, number: int) -> InFlight:
-        stream, service, delta = self.stream, self._service, self._announced[number]
+        stream, delta = self.stream, self._announced[number]
         if delta is not None:
-            return service._post(stream, number, torch.from_numpy(delta.body))
-        # with bases, read again: its packed form was not kept since the announcement
+            return self._post(number, torch.from_numpy(delta.body))
+        # with bases, packed again: its packed form was dropped after the announcement
         return self._post_whole(number, with_digest=self._move.verify and not stream.has_bases)
 
     def _passed(self, flight: InFlight) -> None:
@@ -243,7 +257,7 @@ class AnnouncedSender(AnnouncedPipeline):
 class AnnouncedReceiver(AnnouncedPipeline):
     """Rebuilds whole messages from bases and deltas."""
 
-    def __init__(self, service: WindowExchange, stream: Stream, move: Move) -> None:
+    def __init__(self, service: PackedExchange, stream: Stream, move: Move) -> None:
         super().__init__(service, stream, move)
         self._announced: dict[int, Note] = {}
 
@@ -259,8 +273,8 @@ class AnnouncedReceiver(AnnouncedPipeline):
                 note = Note.from_bytes(notes[nth * NOTE_BYTES :][:NOTE_BYTES], message.nbytes, self._width(message))
                 if note.form is not Encoding.WHOLE and not self._bases(message):
                     raise TransportError(
-                        f"{self._service.peers.label(self.stream.position)} sends message {number} as a delta, and "
-                        f"{self._service.peers.label(self._service.peers.index)} holds no base for it"
+                        f"{self._service.peers.label(self.stream.position)} sends message {number} as a delta, but "
+                        f"{self._service.peers.label(self._service.peers.index)} has no base for it"
                     )
                 self._announced[number] = note
                 if self.relay is not None:
@@ -275,8 +289,8 @@ class AnnouncedReceiver(AnnouncedPipeline):
         stream, service, note = self.stream, self._service, self._announced[number]
         direct = service._direct(stream, stream.messages[number]) if note.form is Encoding.WHOLE else None
         if direct is not None:
-            return service._post(stream, number, direct)
-        return service._post(stream, number, service._staging()[: note.nbytes], is_staged=True)
+            return self._post(number, direct)
+        return self._post(number, service._staging()[: note.nbytes], is_staged=True)
 
     def _passed(self, flight: InFlight) -> None:
         note = self._announced.pop(flight.number)
@@ -314,14 +328,14 @@ class AnnouncedReceiver(AnnouncedPipeline):
 class Relay(AnnouncedPipeline):
     """Passes a stream on to the next rank of its path: each message once it has arrived, then the received digest."""
 
-    def __init__(self, service: WindowExchange, stream: Stream, move: Move) -> None:
+    def __init__(self, service: PackedExchange, stream: Stream, move: Move) -> None:
         super().__init__(service, stream, move)
         self._may_open = self._is_open = False
         self._deltas: dict[int, Delta] = {}  # announced messages that are passed on unchanged
         self._arrived = 0  # messages, and the digest
 
     def begin(self, number: int) -> list[InFlight]:
-        """Post nothing: nothing has arrived yet."""
+        """Return []: no message has arrived yet."""
         return []
 
     def announced(self, number: int, note: Note) -> None:
@@ -334,7 +348,7 @@ class Relay(AnnouncedPipeline):
         self._may_open = True
 
     def take(self, number: int, body: Bytes) -> None:
-        """Record a message that has arrived; it is in its place when `advance` is called next."""
+        """Record a message that has arrived; it is written before the next call of `advance`."""
         self._arrived = number + 1
         if number in self._deltas:
             self._deltas[number] = Delta(self._deltas[number].note, body.copy())
@@ -373,7 +387,7 @@ class Relay(AnnouncedPipeline):
     def _post_body(self, number: int) -> InFlight:
         delta = self._deltas.get(number)
         if delta is not None:
-            return self._service._post(self.stream, number, torch.from_numpy(delta.body))
+            return self._post(number, torch.from_numpy(delta.body))
         return self._post_whole(number, with_digest=False)
 
     def _passed(self, flight: InFlight) -> None:

@@ -10,42 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from refitd.copy_services.base import NIXL, PACKED, Capabilities
+from refitd.copy_services import PACKED, PACKED_CPU, Backend, Capabilities
 from refitd.errors import ConfigError
 
 if TYPE_CHECKING:
     import importlib.metadata
 
-    from refitd.copy_services.base import PACKED, MappedCopyService
-    from refitd.copy_services.epoch import Epoch
-    from refitd.copy_services.exchange import ExchangeService
+    from refitd.copy_services import Epoch, ExchangeService, MappedCopyService
 
 # The group of entry points under which packages offer a Backend, or a function that returns one.
 ENTRY_POINTS = "refitd.copy_services"
 OWN = "refitd"  # the package that contains the backends of this folder
-
-
-@dataclass(frozen=True)
-class Backend:
-    """One way to move bytes. Its dependencies are imported only when a service is made.
-
-    Attributes:
-        name: its name in configurations and errors.
-        capabilities: see Capabilities.
-        missing: returns "" if it can run here, else what is missing and the command that installs it.
-        mapped: makes a one-sided service with this many threads.
-        on_device: makes a one-sided service for arenas of a GPU, by its number in this process.
-        over_group: makes a two-sided service over a torch process group (None: the default group).
-        join: makes a two-sided service by joining an epoch, with a new process group each time.
-    """
-
-    name: str
-    capabilities: Capabilities
-    missing: Callable[[], str]
-    mapped: Callable[[int], MappedCopyService] | None = None
-    over_group: Callable[[Any], ExchangeService] | None = None
-    join: Callable[[Epoch], ExchangeService] | None = None
-    on_device: Callable[[int], MappedCopyService] | None = None
 
 
 class Registry:
@@ -79,13 +54,13 @@ class Registry:
         """Return a backend that can run here.
 
         Raises:
-            ConfigError: there is none of this name, or it lacks something; says what to install.
+            ConfigError: no backend has this name, or it lacks a dependency; says what to install.
         """
         if not isinstance(name, str) or name not in self._backends:
             self._load()
         backend = self._backends.get(name) if isinstance(name, str) else None
         if backend is None:
-            raise ConfigError(f"unknown copy service {name!r}; there are {', '.join(sorted(self._backends))}")
+            raise ConfigError(f"unknown copy service {name!r}; known are {', '.join(sorted(self._backends))}")
         if missing := backend.missing():
             raise ConfigError(f"copy service {name!r} cannot run here: {missing}")
         return backend
@@ -93,7 +68,7 @@ class Registry:
 
 @dataclass(frozen=True)
 class Offer:
-    """A backend that is not loaded yet, so that each one's failure can be reported.
+    """A backend that is not loaded yet: the failure of each one can be reported.
 
     Attributes:
         name: its name.
@@ -107,15 +82,15 @@ class Offer:
 
 
 def installed() -> Registry:
-    """Return refitd's own backends and, loaded when needed, those of other packages.
+    """Return refitd's own backends and, loaded when needed, the backends of other packages.
 
-    If one of the latter cannot be loaded, a ConfigError names its package.
+    If a backend of another package cannot be loaded, a ConfigError names the package.
     """
     return Registry(_own(), lambda: (offer.load() for offer in _others()))
 
 
 def offers() -> Iterator[Offer]:
-    """Yield what `installed` has: refitd's own backends, then those of other packages."""
+    """Yield the backends of `installed`: refitd's own, then the backends of other packages."""
     for backend in _own():
         yield Offer(backend.name, OWN, partial(_loaded, backend))
     yield from _others()
@@ -139,14 +114,14 @@ def _own() -> list[Backend]:
             over_group=_gloo,
             join=_join_gloo,
         ),
-        Backend("nixl", NIXL, lambda: _lacks("nixl", "pip install 'refitd[nixl]'"), join=_join_nixl),
+        Backend("nixl", PACKED_CPU, lambda: _lacks("nixl", "pip install 'refitd[nixl]'"), join=_join_nixl),
         Backend("nccl", PACKED, _lacks_gpu, over_group=_nccl, join=_join_nccl),
         Backend("nvshmem", PACKED, _lacks_nvshmem, join=_join_nvshmem),
         Backend(
             "cuda",
             Capabilities(is_one_sided=True, crosses_nodes=False, devices=frozenset({"cuda"})),
             _lacks_gpu,
-            mapped=_first_gpu,
+            mapped=partial(_cuda, 0),
             on_device=_cuda,
         ),
     ]
@@ -180,7 +155,7 @@ def _lacks_gpu() -> str:
 
     found = [] if visible_devices() else ["no GPU is visible to this process (nvidia-smi, CUDA_VISIBLE_DEVICES)"]
     if not torch_cuda():
-        # without --force-reinstall, a build for the CPU of the same version stays
+        # without --force-reinstall, pip keeps a CPU build of an equal version
         command = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
         found.append(_lacks("torch", command) or f"this torch has no CUDA; `{command}` brings one that has")
     return "; ".join(found)
@@ -205,10 +180,10 @@ def torch_cuda() -> str:
     return found[1] if found else ""
 
 
-def _shm(threads: int) -> MappedCopyService:
+def _shm() -> MappedCopyService:
     from refitd.copy_services.shm import SharedMemoryService
 
-    return SharedMemoryService(threads)
+    return SharedMemoryService()
 
 
 def _gloo(group: Any) -> ExchangeService:
@@ -247,11 +222,7 @@ def _join_nvshmem(epoch: Epoch) -> ExchangeService:
     return join(epoch)
 
 
-def _first_gpu(threads: int) -> MappedCopyService:
-    return _cuda(0)
-
-
 def _cuda(device: int) -> MappedCopyService:
     from refitd.copy_services.cuda import CudaCopyService
 
-    return CudaCopyService(device)  # one stream keeps a GPU busy; only processors need threads
+    return CudaCopyService(device)

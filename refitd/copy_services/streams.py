@@ -5,49 +5,23 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import xxhash
 
-from refitd.addressing.messages import ALIGNMENT, PackedMessage, PieceSpan, lay_out
-from refitd.copy_services.exchange import DIRECT, Route
-from refitd.copy_services.pieces import Piece
+from refitd.copy_services import DIRECT, Route
+from refitd.copy_services.digests import Digest, HostDigest
+from refitd.copy_services.pieces import ALIGNMENT, PackedMessage, Piece, PieceSpan, lay_out
 
-# What follows a path is cut into about PATH_MESSAGES of PATH_MESSAGE_BYTES at least: each relay adds a message's time.
+# A stream over a path has about PATH_MESSAGES messages of at least PATH_MESSAGE_BYTES: each relay adds the time of one.
 PATH_MESSAGES = 64  # as refitd.plan.relays predicts
 PATH_MESSAGE_BYTES = 512 << 10
 
 OFFER = struct.Struct("<16sqq")  # digest of ids and sizes, pieces, bytes
 
 Key = tuple[int, int]  # task id, part
-Line = tuple[int, Route]  # position of a peer, and the route of what goes there or comes from there
-
-
-class Digest(Protocol):
-    """A digest of buffers in the order given; depends on every byte's position, not on how the bytes are cut."""
-
-    def update(self, buffer: Any, /) -> None:
-        """Add a uint8 buffer."""
-
-    def digest(self) -> bytes:
-        """Return the digest, DIGEST_BYTES long."""
-
-
-class HostDigest:
-    """xxh3-128 of buffers in main memory."""
-
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_128()
-
-    def update(self, buffer: torch.Tensor, /) -> None:
-        """Add a uint8 buffer."""
-        data: Any = buffer.numpy()  # numpy arrays are buffers, but its stubs do not say so
-        self._state.update(data)
-
-    def digest(self) -> bytes:
-        """Return the digest."""
-        return self._state.digest()
+Line = tuple[int, Route]  # position of a peer, and the route of the data to or from it
 
 
 @dataclass(slots=True)
@@ -62,7 +36,7 @@ class Stream:
     messages: list[PackedMessage]
     limit: int
     next: int = 0
-    has_bases: bool = False  # both ends hold the same earlier version of the same pieces, so that deltas may travel
+    has_bases: bool = False  # both ends have equal bases for all pieces, so deltas may be sent
     digest: Digest = field(default_factory=HostDigest)
 
     @property
@@ -80,7 +54,7 @@ class InFlight:
     posted: Any
     buffer: torch.Tensor
     is_staged: bool
-    is_note: bool = False  # it says what follows (windows.py)
+    is_note: bool = False  # it announces later messages (windows.py)
 
     @property
     def payload(self) -> int:
@@ -94,10 +68,10 @@ def streams_of(halves: Mapping[Line, Mapping[Key, Piece]], limit: int, *, is_sen
     streams = {}
     for position, route in sorted(halves):
         noted, most = halves[position, route], limit
-        # large ones first, so that the end of the transfer is short on every rank
+        # large ones first: then every rank's last messages are small
         if route == DIRECT:
             keys = sorted(noted, key=lambda key: (-noted[key].nbytes, key))
-        else:  # each hop has other ids, and the same order
+        else:  # ids differ between hops, the order does not
             keys = sorted(noted, key=lambda key: -noted[key].nbytes)
             share = sum(piece.nbytes for piece in noted.values()) // PATH_MESSAGES
             most = min(limit, max(PATH_MESSAGE_BYTES, share - share % ALIGNMENT))
@@ -140,7 +114,7 @@ def broken_path(streams: Sequence[Stream], rank: int) -> str:
         if stream.is_send and hop:
             before = arriving.get(Route(path, hop - 1))
             if before is None or [p.nbytes for p in before.pieces] != [p.nbytes for p in stream.pieces]:
-                return f"rank {rank} does not receive what it is to pass on over path {path}, as relay {hop}"
+                return f"rank {rank} does not receive the data that it should pass on over path {path}, as relay {hop}"
     return ""
 
 

@@ -1,28 +1,28 @@
 """Messages posted one by one, at most WINDOW per stream at a time; sent as deltas or relayed where possible.
 
-All first messages are posted; then each message, in the order of posting, is awaited and replaced by the next one of
-its stream. No rank can block another for ever: a stream's k-th message is posted on both ends as soon as both have
-finished its (k - WINDOW)-th, and both wait for messages in the order of k.
+All first messages are posted. Then each message, in the order of posting, is awaited and replaced by the next one of
+its stream. No rank can block another for ever: both ends post a stream's k-th message as soon as both have finished its
+(k - WINDOW)-th, and both wait for messages in the order of k.
 
-A stream with bases sends some messages as deltas (delta_codec.py). A receiver must know the length of what it posts, so
-each message's form is announced AHEAD messages ahead:
+A stream with bases sends some messages as deltas (deltas.py). A receiver must know the length of a message before it
+posts the receive, so each message's form is announced AHEAD messages ahead:
 
     opening             the notes of the first AHEAD messages
-    message k           the note of message k + AHEAD, then the message: whole, or its delta, or nothing if unchanged
+    message k           the note of message k + AHEAD, then the message: whole, or its delta, or empty if unchanged
     after the last      the digest of all messages, whole
 
-More than WINDOW of these are in flight where they are short: as many bytes as WINDOW whole ones have. That, too, is the
-same on both ends, which know all lengths: a message is posted when certain earlier ones of its stream are done.
+If messages are short, more than WINDOW of them are in flight: as many bytes as WINDOW whole ones have. Both ends know
+all lengths and therefore use equal limits: a message is posted when certain earlier ones of its stream are done.
 
-The receiver makes the whole message of its base and the delta, and goes on as if it had come whole. So the digest
-proves it, and a base that is not the sender's fails the run.
+The receiver rebuilds the whole message from its base and the delta, then treats it like a message that arrived whole.
+The digest proves the result, and a base that differs from the sender's fails the run.
 
-A stream that follows a path (Route) announces its messages, too. A rank passes on each message once it has written it,
-in the form in which it came, or whole if the next rank holds no base, and at last the digest that came: so it is the
-first sender's, and proves to the last receiver that no relay has altered anything. No rank can block another for ever
-here either: messages of one number are posted to be received at the same turn at every hop, and sent on one turn later;
-within a turn a rank waits for what has come over fewer relays first. (That needs lengths that do not shrink on the way,
-which holds, since a message becomes whole at most once.)
+A stream over a path (Route) announces its messages, too. A rank passes on each message once it has written it: in the
+received form, or whole if the next rank has no base. Last it passes on the received digest, which is the first
+sender's: it proves to the last receiver that no relay has altered the data. No rank can block another for ever here
+either. Receives of one message number are posted at the same turn at every hop, and its sends one turn later. Within a
+turn a rank waits first for the data that passed fewer relays. (This requires that lengths do not shrink on the way,
+which is true because a message becomes whole at most once.)
 """
 
 from __future__ import annotations
@@ -31,26 +31,15 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-import torch
 import xxhash
 
-from refitd.copy_services.exchange import DIRECT, Route
-from refitd.copy_services.pace import Pace
-from refitd.copy_services.packed import NO_MARK, STAGING_BYTES, TAG, WINDOW, Move, PackedExchange
-from refitd.copy_services.peers import Deadline, Peers
-from refitd.copy_services.pipelines import (
-    AnnouncedReceiver,
-    AnnouncedSender,
-    Pipeline,
-    PlainPipeline,
-    Relay,
-)
+from refitd.copy_services import DIRECT, Route
+from refitd.copy_services.deltas import Pace
+from refitd.copy_services.packed import NO_MARK, STAGING_BYTES, WINDOW, Move, PackedExchange
+from refitd.copy_services.peers import Peers
+from refitd.copy_services.pipelines import AnnouncedReceiver, AnnouncedSender, Pipeline, PlainPipeline, Relay
 from refitd.copy_services.streams import InFlight, Line, Stream
-
-_NOTE_TAG = 0x52490001  # notes have tags of their own: they are in flight together with messages
-# Between two ranks there may be several paths, with far fewer messages than this in flight. Two paths whose tags meet
-# after all exchange messages, which the digests find.
-_TAGS_APART = 4099
+from refitd.copy_services.waits import Deadline
 
 
 class WindowExchange(PackedExchange):
@@ -61,13 +50,13 @@ class WindowExchange(PackedExchange):
     def __init__(self, peers: Peers, *, message_bytes: int | None = None, staging_bytes: int = STAGING_BYTES) -> None:
         """See PackedExchange."""
         super().__init__(peers, message_bytes=message_bytes, staging_bytes=staging_bytes)
-        self._paces: dict[Line, Pace] = {}  # of what is sent
+        self._paces: dict[Line, Pace] = {}  # of sent streams
 
     def _mark(self, streams: Sequence[Stream]) -> bytes:
         """See PackedExchange._mark."""
         held = [piece.base.version if piece.base is not None else "" for s in streams for piece in s.pieces]
         first_sent = [stream for stream in streams if stream.is_send and not stream.route.hop]
-        # all are asked: each counts
+        # no short-circuit: wants_deltas must be called once per stream and run
         if not any(held) or not all([self._pace(stream).wants_deltas() for stream in first_sent]):
             return NO_MARK
         return xxhash.xxh3_64_digest("\0".join(held).encode())
@@ -81,7 +70,7 @@ class WindowExchange(PackedExchange):
         try:
             return self._pass(flying, move)
         except BaseException:
-            # messages that still arrive must not be written any more
+            # messages that still arrive must not be written
             for _, flight in flying:
                 flight.posted.abandon()
             raise
@@ -112,8 +101,8 @@ class WindowExchange(PackedExchange):
     def _patience(self, stream: Stream, deadline: Deadline) -> Deadline:
         """Return the deadline of a wait for a stream.
 
-        If a relay stops, ranks wait for each other all along its path. The one that waits for the relay itself gives
-        up first (`_turn`): who receives, the earlier the fewer hops are before it; then who sends, the later.
+        If a relay stops, ranks wait for each other all along its path. The rank that waits for the relay itself must
+        end its wait first (`_turn`): receivers with fewer hops before them first, then senders, last hop first.
         """
         if stream.route == DIRECT:
             return deadline
@@ -135,23 +124,6 @@ class WindowExchange(PackedExchange):
         if not stream.is_send:
             return AnnouncedReceiver(self, stream, move)
         return Relay(self, stream, move) if stream.route.hop else AnnouncedSender(self, stream, move)
-
-    def _post(
-        self, stream: Stream, number: int, buffer: torch.Tensor, *, is_staged: bool = False, is_note: bool = False
-    ) -> InFlight:
-        """Start sending or receiving a message."""
-        post = self.peers.send if stream.is_send else self.peers.receive
-        # a tag for each message, so that it meets only its own other half
-        tag = (_NOTE_TAG if is_note else TAG) + (number + _TAGS_APART * stream.route.path) % 0x10000
-        return InFlight(stream, number, post(buffer, stream.position, tag), buffer, is_staged, is_note)
-
-    def _post_next(self, stream: Stream, verify: bool) -> list[InFlight]:
-        """Post a stream's next message, whole; with `verify` the last is the digest. Returns [] behind the last."""
-        made = self._next_buffer(stream, verify)
-        if made is None:
-            return []
-        number, buffer, is_staged = made
-        return [self._post(stream, number, buffer, is_staged=is_staged)]
 
 
 def _doing(flight: InFlight) -> str:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from refitd.daemon.members import LocalMember
+from refitd.daemon.members import Registration
 from refitd.errors import RefitdError
 from refitd.events import Busy, Log, Tick
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message
 from refitd.protocol.roles import ALL_ROLES
 
-# A checked registration: the member (without a name yet) and the bytes of each arena, or why it is refused.
-Prepared = tuple[LocalMember, int] | RefitdError
+# A checked registration, or the reason of its refusal.
+Prepared = Registration | RefitdError
 
 # --- events -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """A client has said hello; the kernel vouches for pid and uid."""
+    """A client has sent Hello; the kernel has verified pid and uid."""
 
     session: int
     pid: int
@@ -38,7 +38,7 @@ class SessionClosed:
 
 @dataclass(frozen=True, slots=True)
 class SessionLeaves:
-    """A client is about to close its session and wants nothing retained."""
+    """A client is about to close its session; none of its targets is to be retained."""
 
     session: int
 
@@ -94,7 +94,7 @@ class WorkerDied:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStarted:
-    """A worker runs again after a pause without one."""
+    """A worker runs again after a pause without a process."""
 
     worker: int
 
@@ -108,7 +108,7 @@ class Problems:
 
 @dataclass(frozen=True, slots=True)
 class TookOver:
-    """A member has committed a version, and the coordinator was told; `exchanged`: it has exchanged its arenas."""
+    """A member has committed a version and the coordinator knows; `exchanged`: it has exchanged its arenas."""
 
     member: str
     exchanged: bool
@@ -133,7 +133,7 @@ class ArenasMade:
 
 @dataclass(frozen=True, slots=True)
 class ArenaHandedBack:
-    """A client has given an arena back that it kept while its daemon was restarted (see `DaemonState.check_given`)."""
+    """A client has handed over an arena that it kept during a restart of its daemon (see `DaemonState.check_given`)."""
 
     session: int
     arena: int
@@ -212,19 +212,9 @@ class MakeArenas:
 
     ticket: int
     wanted: tuple[tuple[int, str], ...]  # (bytes, label)
-    held: tuple[int, ...] = ()  # bytes in main memory of each existing arena, and of those requested earlier
-    device: str = ""  # the GPU that holds them; "" is main memory
+    held: tuple[int, ...] = ()  # bytes in main memory of each existing and each requested arena
+    device: str = ""  # the GPU for their memory; "" is main memory
     within_s: float = 0.0  # how long the requester waits; 0: the configured time
-
-
-@dataclass(frozen=True, slots=True)
-class TimePull:
-    """Time reading these spans of a process, on another thread; answer the client with PullMeasured."""
-
-    session: int
-    request: int
-    pid: int
-    spans: tuple[tuple[int, int, int], ...]  # (address, rows, bytes from one row to the next)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +243,7 @@ class CloseArena:
 
 @dataclass(frozen=True, slots=True)
 class SwitchArenas:
-    """Exchange the daemon's descriptors of two arenas: each id means the other's memory file from now on."""
+    """Exchange the daemon's descriptors of two arenas: afterwards each id refers to the other's memory file."""
 
     arena: int
     other: int
@@ -261,7 +251,7 @@ class SwitchArenas:
 
 @dataclass(frozen=True, slots=True)
 class RestartWorker:
-    """Kill and reap a worker, then start a new one. The old one does nothing after this returns."""
+    """Kill and reap a worker, then start a new one. Once this returns, the old process has ended."""
 
     worker: int
 
@@ -278,7 +268,6 @@ Instruction = (
     | ToCoordinator
     | ToWorker
     | MakeArenas
-    | TimePull
     | WriteArena
     | SetPermit
     | CloseArena

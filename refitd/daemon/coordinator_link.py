@@ -1,33 +1,31 @@
-"""The connection to the coordinator: when it was last heard, and which requests await its answer."""
+"""The coordinator as seen by this node: whether it answers, its clock, and the permits that its answers renew."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from dataclasses import dataclass
 
-from refitd.daemon.actions import Instruction, ToCoordinator
-from refitd.daemon.pending import About, Waiting
+from refitd.buffers.permits import SLOTS
+from refitd.daemon.actions import SetPermit
+from refitd.daemon.effects import About, Answered, Effects, Waiting
+from refitd.daemon.members import LocalMember, PermitSlot
 from refitd.errors import RefusedError, TransportError
 from refitd.protocol import local
 from refitd.protocol.base import Message
 from refitd.protocol.reports import SwapProgress
 
-# The coordinator answers every update (one a second). After this long without a message it counts as gone.
+# The coordinator answers every update (one a second). After this long without a message it counts as lost.
 COORDINATOR_SILENCE_S = 5.0
 
 
 class CoordinatorLink:
-    """Numbers requests and keeps them until they are answered. Instructions go to `out`.
+    """Numbers requests and stores them until they are answered.
 
-    `answered(waiting, reply)` receives every answer, also the failures that this node makes up while the coordinator is
-    away.
+    If no coordinator answers, the answer is a note (`Answered`) with a failure.
     """
 
-    def __init__(
-        self, node: str, out: Callable[[Instruction], None], answered: Callable[[Waiting, Message], None]
-    ) -> None:
+    def __init__(self, node: str) -> None:
         self._node = node
-        self._out = out
-        self._answered = answered
         self._numbers = 0
         self._waiting: dict[int, Waiting] = {}
         self._heard = -1e9
@@ -38,34 +36,29 @@ class CoordinatorLink:
 
     @property
     def is_up(self) -> bool:
-        """Whether a coordinator has been heard lately."""
-        return bool(self.boot) and not self._has_left and not self.is_silent
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the coordinator has been silent for so long that it counts as gone."""
-        return self.now - self._heard >= COORDINATOR_SILENCE_S
+        """Whether a coordinator has sent a message lately; after COORDINATOR_SILENCE_S it counts as lost."""
+        return bool(self.boot) and not self._has_left and self.now - self._heard < COORDINATOR_SILENCE_S
 
     @property
     def unheard_s(self) -> float:
-        """How long no coordinator has been heard; 0 while one answers."""
+        """Seconds since the last message of a coordinator; 0 while one answers."""
         return 0.0 if self.is_up else self.now - self._heard
 
     def heard(self) -> None:
-        """Note that the coordinator sent something."""
+        """Note that the coordinator sent a message."""
         self._heard, self._unreachable, self._has_left = self.now, "", False
 
-    def left(self, reason: str) -> None:
-        """Note that the coordinator announced its end: it counts as silent, and a successor is looked for at once."""
+    def left(self, effects: Effects, reason: str) -> None:
+        """Treat a coordinator that announced its end as lost: fail its requests; seek a successor immediately."""
         self._unreachable, self._has_left = reason, True
-        self.fail_all(reason)
+        self.fail_all(effects, reason)
 
     def was_busy(self, seconds: float) -> None:
-        """Do not count time in which this process was busy as silence of the coordinator."""
+        """Exclude time during which this process was busy from the coordinator's silence."""
         self._heard = min(self.now, self._heard + seconds)
 
     def unreachable(self, reason: str) -> None:
-        """Note why no connection could be made."""
+        """Note why connecting failed."""
         self._unreachable = reason
 
     def check(self) -> None:
@@ -74,47 +67,38 @@ class CoordinatorLink:
             raise TransportError(self._absence())
 
     def next_number(self) -> int:
-        """Return a number that no request or registration of this daemon has used."""
+        """Return a number that this daemon has not used for a request or registration."""
         self._numbers += 1
         return self._numbers
 
-    def say(self, message: Message, request: int = 0) -> None:
-        """Send a message; a non-zero `request` asks for an answer."""
-        self._out(ToCoordinator(request, message))
-
-    def ask(self, session: int, request: int, message: Message, about: About) -> None:
-        """Send a request; without a coordinator, answer it with a failure at once."""
+    def ask(self, effects: Effects, session: int, request: int, message: Message, about: About) -> None:
+        """Send a request; without a coordinator, fail it immediately."""
         waiting = Waiting(session, request, about)
         if not self.is_up:
-            self._answered(waiting, _failed(self._absence()))
+            effects.notes.append(Answered(waiting, _failed(self._absence())))
             return
         number = self.next_number()
         self._waiting[number] = waiting
-        self.say(message, number)
+        effects.say(message, number)
 
-    def waits_for(self, request: int) -> bool:
-        """Return whether a request with this number awaits an answer."""
-        return request in self._waiting
+    def answered(self, request: int, message: Message) -> Waiting | None:
+        """Return the request that the coordinator's message answers; it waits no longer, except after progress."""
+        if isinstance(message, SwapProgress):
+            return self._waiting.get(request)
+        return self._waiting.pop(request, None)
 
-    def reply(self, request: int, message: Message) -> None:
-        """Handle the coordinator's answer, or progress, for a waiting request."""
-        waiting = self._waiting[request]
-        if not isinstance(message, SwapProgress):
-            del self._waiting[request]
-        self._answered(waiting, message)
-
-    def unsent(self, request: int, lost: bool) -> None:
+    def unsent(self, effects: Effects, request: int, lost: bool) -> None:
         """Fail a request that did not fit in the queue to the coordinator, or whose connection is `lost`."""
         if (waiting := self._waiting.pop(request, None)) is not None:
             text = f"node {self._node}: too much waits to be sent to the coordinator; try again"
             failure = local.Failure(code=RefusedError.code, message=text)
-            self._answered(waiting, _failed(self._absence()) if lost else failure)
+            effects.notes.append(Answered(waiting, _failed(self._absence()) if lost else failure))
 
-    def fail_all(self, reason: str) -> None:
-        """Fail all waiting requests: the coordinator that had them is gone."""
+    def fail_all(self, effects: Effects, reason: str) -> None:
+        """Fail all waiting requests, because the coordinator that received them is lost."""
         waiting, self._waiting = self._waiting, {}
         for one in waiting.values():
-            self._answered(one, _failed(reason))
+            effects.notes.append(Answered(one, _failed(reason)))
 
     def count(self, session: int) -> int:
         """Return how many requests of a session are waiting."""
@@ -131,3 +115,154 @@ class CoordinatorLink:
 
 def _failed(reason: str) -> local.Failure:
     return local.Failure(code=TransportError.code, message=reason)
+
+
+# Limit on stored round trips, one per second. The shortest is the most accurate; clocks drift, so old ones expire.
+KEPT = 32
+
+# Limit on stored heartbeats without an answer.
+_MAX_SENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """The seconds to add to this clock to get the coordinator's, and the largest possible error."""
+
+    offset_s: float
+    error_s: float
+
+
+class CoordinatorClock:
+    """Compares two monotonic clocks. `alignment` is the best estimate; None before the first answer.
+
+    A heartbeat is sent at `sent`. Its answer arrives at `now` and contains the coordinator's time `there`, which is
+    between both. So the offset is `there - (sent + now) / 2`, with an error of at most half of the round trip.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[int, float] = {}
+        self._found: deque[Alignment] = deque(maxlen=KEPT)
+        self.alignment: Alignment | None = None  # the best of them
+
+    def forget(self) -> None:
+        """Drop all estimates: another coordinator answers, perhaps on another host."""
+        self._found.clear()
+        self.alignment = None
+
+    def sent(self, number: int, now: float) -> None:
+        """Record that a heartbeat was sent."""
+        self._sent[number] = now
+        if len(self._sent) > _MAX_SENT:
+            del self._sent[next(iter(self._sent))]
+
+    def heard(self, number: int, there: float, now: float) -> None:
+        """Record the answer to a heartbeat."""
+        since = self._sent.pop(number, None)
+        if since is not None:
+            self._found.append(Alignment(there - (since + now) / 2, (now - since) / 2))
+            self.alignment = min(self._found, key=lambda found: found.error_s)
+
+
+# Limit on stored heartbeats without an answer; the oldest are dropped.
+MAX_SENT = 64
+
+
+class Permits:
+    """Allots permits and renews them.
+
+    An answer proves only that this node was alive when it sent the heartbeat. So a permit's time starts when the
+    heartbeat is sent, not when the answer arrives.
+
+    A rank that the present coordinator has not admitted yet keeps the permit of the previous coordinator, but that
+    permit is not extended. Before the present coordinator decides a swap, it waits until such permits expire or their
+    ranks register.
+    """
+
+    def __init__(self, members: dict[str, LocalMember]) -> None:
+        self._members = members
+        self._lasts_s = 0.0  # duration of the lease granted by the coordinator
+        self._until = 0.0
+        self._sent: dict[int, float] = {}  # heartbeat number -> time sent
+        self._free = list(range(SLOTS - 1, -1, -1))
+        self._tokens = 0
+        self._slots: dict[str, PermitSlot] = {}  # by member
+        self._written: dict[str, float] = {}  # by member: the last deadline written
+        self._admitted: set[str] = set()  # members that the present coordinator has admitted
+
+    def sent(self, number: int, now: float) -> None:
+        """Record that a heartbeat was sent."""
+        self._sent[number] = now
+        for old in list(self._sent)[:-MAX_SENT]:
+            del self._sent[old]
+
+    def answered(self, effects: Effects, number: int) -> None:
+        """Extend all permits: the coordinator has answered a heartbeat."""
+        since = self._sent.pop(number, None)
+        if since is not None and self._lasts_s:
+            self._until = max(self._until, since + self._lasts_s)
+            for member in self._members.values():
+                self.renew(effects, member)
+
+    def granted(self, lasts_s: float) -> None:
+        """Store the lease of a coordinator that accepted this node; it extends the permits of ranks that it admits."""
+        self._lasts_s = lasts_s
+
+    def admit(self, member: LocalMember) -> None:
+        """Note that the present coordinator has admitted a rank."""
+        self._admitted.add(member.id)
+
+    def none_admitted(self) -> None:
+        """Note that the present coordinator has admitted no rank yet."""
+        self._admitted.clear()
+
+    def has_admitted(self, member_id: str) -> bool:
+        """Whether the present coordinator has admitted this rank."""
+        return member_id in self._admitted
+
+    def of(self, member_id: str) -> PermitSlot | None:
+        """Return the slot of a rank, None if it has none."""
+        return self._slots.get(member_id)
+
+    def check_free(self) -> None:
+        """Check that one more target rank can get a slot.
+
+        Raises:
+            RefusedError: all slots are taken.
+        """
+        if not self._free:
+            raise RefusedError(f"this node has {SLOTS} registered target ranks already; close some first")
+
+    def allot(self, effects: Effects, member: LocalMember) -> None:
+        """Assign a free slot (see `check_free`) to a target rank, which may not serve yet."""
+        self._tokens += 1
+        self._slots[member.id] = PermitSlot(self._free.pop(), self._tokens)
+        self._write(effects, member, 0.0)
+
+    def withdraw(self, effects: Effects, member: LocalMember) -> None:
+        """Revoke the permit of a rank that is no longer registered; its process may not serve."""
+        self._admitted.discard(member.id)
+        if member.id in self._slots:
+            self._write(effects, member, 0.0)
+            self._free.append(self._slots.pop(member.id).slot)
+            self._written.pop(member.id, None)
+
+    def refuse(self, effects: Effects, member: LocalMember) -> None:
+        """Revoke the permit of a rank that the present coordinator has refused."""
+        if member.id in self._slots:
+            self._write(effects, member, 0.0)
+
+    def renew(self, effects: Effects, member: LocalMember) -> None:
+        """Write a rank's present permit."""
+        if member.id not in self._slots:
+            return
+        written = self._written.get(member.id, 0.0)
+        until = self._until if member.id in self._admitted else written
+        if not member.state.may_serve:
+            until = 0.0
+        if until != written:
+            self._write(effects, member, until)
+
+    def _write(self, effects: Effects, member: LocalMember, until: float) -> None:
+        permit = self._slots[member.id]
+        self._written[member.id] = until
+        effects.append(SetPermit(permit.slot, permit.token, until))

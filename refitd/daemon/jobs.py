@@ -1,23 +1,101 @@
-"""Copy jobs of this node: addressed once, split over the workers, run as often as needed."""
+"""The state of this node's workers: mapped arenas, loaded jobs, active runs, and epochs with other nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from refitd.addressing.between_nodes import TransferList
-from refitd.addressing.conversions import ConversionList
-from refitd.addressing.copies import CopyList
-from refitd.daemon.actions import Instruction, ToWorker
-from refitd.protocol import sidecar
+from refitd.addressing.copies import ConversionList, CopyList
+from refitd.daemon.effects import Effects
+from refitd.protocol import cluster, local, sidecar
 
-# Jobs that a node caches: two slots times a few models, within the node and between nodes.
+
+@dataclass(frozen=True, slots=True)
+class _KnownArena:
+    nbytes: int
+    write: bool
+    device: str
+
+
+class WorkerArenas:
+    """Maps arenas into workers. Every worker maps a new arena in main memory immediately.
+
+    A GPU arena is mapped only into the worker of that GPU, because each process that uses a GPU takes some hundred MB
+    of its memory. Other workers map it when a job between two GPUs needs it.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._known: dict[int, _KnownArena] = {}
+        self._mapped: list[set[int]] = [set() for _ in range(workers)]
+        self._homes: dict[str, int] = {}  # GPUs in the order of their first arenas
+
+    def add(self, effects: Effects, arena: int, nbytes: int, device: str, *, write: bool) -> None:
+        """Map a new arena in the workers; `device` is "" for main memory."""
+        self._known[arena] = _KnownArena(nbytes, write, device)
+        if device and device not in self._homes:
+            self._homes[device] = len(self._homes) % self._workers
+        for worker in range(self._workers):
+            if self._belongs(arena, worker):
+                self._map(effects, worker, arena)
+
+    def remove(self, effects: Effects, arena: int) -> None:
+        """Unmap an arena in the workers."""
+        if self._known.pop(arena, None) is None:
+            return
+        for worker, mapped in enumerate(self._mapped):
+            mapped.discard(arena)
+            effects.order(worker, local.FreeArena(arena=arena))
+
+    def exchange(self, effects: Effects, arena: int, other: int) -> list[int]:
+        """Have the workers exchange two arenas; return workers that mapped only one and must be replaced."""
+        odd = []
+        for worker, mapped in enumerate(self._mapped):
+            if {arena, other} <= mapped:
+                effects.order(worker, sidecar.ExchangeArenas(arena=arena, other=other))
+            elif {arena, other} & mapped:
+                odd.append(worker)
+        return odd
+
+    def renewed(self, effects: Effects, worker: int) -> None:
+        """Map a worker's arenas again after its process was replaced."""
+        self._mapped[worker].clear()
+        for arena in sorted(self._known):
+            if self._belongs(arena, worker):
+                self._map(effects, worker, arena)
+
+    def need(self, effects: Effects, worker: int, arenas: set[int]) -> None:
+        """Map the arenas of a job that a worker has not mapped yet; call this before the job is loaded."""
+        for arena in sorted((arenas & self._known.keys()) - self._mapped[worker]):
+            self._map(effects, worker, arena)
+
+    def doubt(self, worker: int, arena: int) -> None:
+        """Treat an arena as not mapped, because sending or mapping failed; the next job maps it again."""
+        self._mapped[worker].discard(arena)
+
+    def homes(self, arenas: set[int]) -> dict[int, int]:
+        """Return arena -> worker of its GPU, for the given arenas; arenas in main memory are omitted."""
+        return {a: self._homes[k.device] for a in sorted(arenas) if (k := self._known.get(a)) and k.device}
+
+    def _belongs(self, arena: int, worker: int) -> bool:
+        device = self._known[arena].device
+        return not device or self._homes[device] == worker
+
+    def _map(self, effects: Effects, worker: int, arena: int) -> None:
+        known = self._known[arena]
+        self._mapped[worker].add(arena)
+        message = sidecar.MapArena(arena=arena, nbytes=known.nbytes, write=known.write, device=known.device)
+        effects.order(worker, message, arena=arena)
+
+
+# Limit on cached jobs per node: two slots for each of a few models, within the node and between nodes.
 MAX_JOBS = 32
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class WorkerShare:
-    """One worker's part of a job: copies within the node, transfers of an epoch, or conversions."""
+    """One worker's share of a job: copies within the node, transfers of an epoch, or conversions."""
 
     worker: int
     rows: CopyList | TransferList | ConversionList
@@ -27,7 +105,7 @@ class WorkerShare:
 def shares_of(
     rows: CopyList | ConversionList, workers: int, homes: Mapping[int, int] | None = None
 ) -> list[WorkerShare]:
-    """Return the workers' shares (see WorkList.shared_out); workers without work get none."""
+    """Return the workers' shares (see WorkList.shared_out); workers without work have no share."""
     numbers = rows.shared_out(workers, homes)
     return [WorkerShare(worker, rows.select(mine)) for worker, mine in enumerate(numbers) if len(mine)]
 
@@ -38,8 +116,8 @@ class Job:
 
     number: int
     shares: dict[int, WorkerShare]  # by worker
-    loaded: set[int] = field(default_factory=set)  # workers that have it
-    running: set[int] = field(default_factory=set)  # runs
+    loaded: set[int] = field(default_factory=set)  # workers that have loaded it
+    running: set[int] = field(default_factory=set)  # numbers of active runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,58 +129,55 @@ class Run:
     worker: int
     purpose: Hashable
     verify: bool
-
-    @property
-    def crosses(self) -> bool:
-        """Whether the run exchanges data with workers of other nodes."""
-        return self.job.shares[self.worker].epoch is not None
-
-    @property
-    def converts(self) -> bool:
-        """Whether the run converts arrived tensors."""
-        return isinstance(self.job.shares[self.worker].rows, ConversionList)
+    crosses: bool  # it exchanges data with workers of other nodes
+    converts: bool  # it converts arrived tensors
 
 
 class JobTable:
-    """Tracks which jobs are loaded where and which runs are active. Instructions go to `out`.
+    """Tracks which jobs are loaded where; `runs` are the active runs by number, which only this class changes."""
 
-    `need(worker, arenas)` makes a worker map the arenas of a job before it is loaded.
-    """
-
-    def __init__(self, out: Callable[[Instruction], None], need: Callable[[int, set[int]], None]) -> None:
-        self._out = out
-        self._need = need
+    def __init__(self, maps: WorkerArenas) -> None:
+        self._maps = maps
         self._jobs: dict[Hashable, Job] = {}  # in order of last use
-        self._runs: dict[int, Run] = {}
+        self.runs: dict[int, Run] = {}
         self._numbers = 0
+
+    def has(self, key: Hashable) -> bool:
+        """Whether the job `key` is cached."""
+        return key in self._jobs
 
     def start(
         self,
+        effects: Effects,
         key: Hashable,
-        make: Callable[[], Sequence[WorkerShare]],
+        shares: Sequence[WorkerShare],
         purpose: Hashable,
         *,
         verify: bool,
         timeout_s: float = 0.0,
         bases: Sequence[sidecar.HeldBase] = (),
     ) -> list[Run]:
-        """Run the job `key`, addressing and loading it first if needed; return its runs.
+        """Run the job `key`, loading it first if needed; return its runs.
 
-        `timeout_s` limits exchanges with workers of other nodes, which may use `bases`.
+        `shares` are unused if the job is cached (see `has`). `timeout_s` limits exchanges with workers of other nodes.
+        These exchanges may use `bases`.
         """
         job = self._jobs.pop(key, None)
         if job is None:
-            job = Job(self._next(), {share.worker: share for share in make()})
+            self._numbers += 1
+            job = Job(self._numbers, {share.worker: share for share in shares})
         self._jobs[key] = job
-        self._evict()
-        return [self._begin(job, worker, purpose, verify, timeout_s, bases) for worker in job.shares]
+        if len(self._jobs) > MAX_JOBS:
+            self._evict(effects)
+        return [self._begin(effects, job, worker, purpose, verify, timeout_s, bases) for worker in job.shares]
 
-    def repeat(self, run: Run) -> Run:
-        """Run a share within the node again, on the worker that replaced its first one."""
-        return self._begin(run.job, run.worker, run.purpose, run.verify, 0.0, ())
+    def repeat(self, effects: Effects, run: Run) -> Run:
+        """Run a share within the node again, on the successor of its worker."""
+        return self._begin(effects, run.job, run.worker, run.purpose, run.verify, 0.0, ())
 
     def _begin(
         self,
+        effects: Effects,
         job: Job,
         worker: int,
         purpose: Hashable,
@@ -110,93 +185,232 @@ class JobTable:
         timeout_s: float,
         bases: Sequence[sidecar.HeldBase],
     ) -> Run:
+        share = job.shares[worker]
+        converts = isinstance(share.rows, ConversionList)
         if worker not in job.loaded:
-            share = job.shares[worker]
-            self._need(worker, share.rows.arenas())
+            self._maps.need(effects, worker, share.rows.arenas())
             block = share.rows.to_bytes()
-            converts = isinstance(share.rows, ConversionList)
             load = sidecar.LoadJob(job=job.number, nbytes=len(block), epoch=share.epoch, converts=converts)
-            self._out(ToWorker(worker, load, block=block))
+            effects.order(worker, load, block=block)
             job.loaded.add(worker)
-        run = Run(self._next(), job, worker, purpose, verify)
-        self._runs[run.number] = run
+        self._numbers += 1
+        run = Run(self._numbers, job, worker, purpose, verify, share.epoch is not None, converts)
+        self.runs[run.number] = run
         job.running.add(run.number)
-        mine = job.shares[worker].rows.arenas() if bases else ()
+        mine = share.rows.arenas() if bases else ()
         told = tuple(base for base in bases if base.arena in mine)
         message = sidecar.RunJob(job.number, run.number, verify, timeout_s, told)
-        self._out(ToWorker(worker, message))
+        effects.order(worker, message)
         return run
-
-    @property
-    def active(self) -> int:
-        """How many runs are active."""
-        return len(self._runs)
-
-    def run(self, number: int) -> Run | None:
-        """Return an active run, None if there is none with this number."""
-        return self._runs.get(number)
 
     def end(self, number: int) -> Run | None:
         """Remove a run from the table and return it."""
-        run = self._runs.pop(number, None)
+        run = self.runs.pop(number, None)
         if run is not None:
             run.job.running.discard(number)
         return run
 
     def runs_of(self, job: int, worker: int) -> list[Run]:
-        """Return a worker's runs of a job, by its number."""
-        return [run for run in self._runs.values() if run.worker == worker and run.job.number == job]
+        """Return a worker's runs of the job with this number."""
+        return [run for run in self.runs.values() if run.worker == worker and run.job.number == job]
 
-    def unload(self, run: Run) -> None:
-        """Unload the job of a failed run, so that the next run loads it again: the cause may have passed."""
+    def unload(self, effects: Effects, run: Run) -> None:
+        """Unload the job of a failed run. The next run loads it again, because the failure may be temporary."""
         if run.worker in run.job.loaded:
             run.job.loaded.discard(run.worker)
-            self._out(ToWorker(run.worker, sidecar.DropJob(job=run.job.number)))
+            effects.order(run.worker, sidecar.DropJob(job=run.job.number))
 
     def ended_by(self, worker: int) -> list[Run]:
-        """Remove and return all runs of a worker that is gone; its jobs must be loaded anew."""
+        """Remove and return all runs of a lost worker; its successor must load the jobs again."""
         for job in self._jobs.values():
             job.loaded.discard(worker)
-        return [run for number, run in list(self._runs.items()) if run.worker == worker and self.end(number)]
+        return [run for number, run in list(self.runs.items()) if run.worker == worker and self.end(number)]
 
     def busy_with(self, purpose: Hashable) -> set[int]:
         """Return the workers that have runs for this purpose."""
-        return {run.worker for run in self._runs.values() if run.purpose == purpose}
+        return {run.worker for run in self.runs.values() if run.purpose == purpose}
 
     def runs_for(self, purpose: Hashable) -> list[Run]:
         """Return the active runs for this purpose."""
-        return [run for run in self._runs.values() if run.purpose == purpose]
+        return [run for run in self.runs.values() if run.purpose == purpose]
 
-    def drop_arenas(self, arenas: set[int]) -> None:
-        """Forget every job that touches one of these arenas."""
+    def drop_arenas(self, effects: Effects, arenas: set[int]) -> None:
+        """Drop every job that uses one of these arenas."""
         for key, job in list(self._jobs.items()):
             if any(share.rows.arenas() & arenas for share in job.shares.values()):
-                self._drop(key)
+                self._drop(effects, key)
 
-    def drop_keys(self, matches: Callable[[Hashable], bool]) -> None:
-        """Forget the jobs whose keys match."""
-        for key in [k for k in self._jobs if matches(k)]:
-            self._drop(key)
+    def drop_keys(self, effects: Effects, *start: Hashable) -> None:
+        """Drop the jobs whose keys start with these items."""
+        for key in [k for k in self._jobs if isinstance(k, tuple) and k[: len(start)] == start]:
+            self._drop(effects, key)
 
     def copy_origin(self, run: Run, copy: int | None) -> int | None:
-        """Return the plan row that a run's copy was cut from."""
+        """Return the plan row of a run's copy, None if unknown."""
         rows = run.job.shares[run.worker].rows
         if copy is None or isinstance(rows, ConversionList) or not 0 <= copy < len(rows):
             return None
         return int(rows.origin[copy])
 
-    def _evict(self) -> None:
+    def _evict(self, effects: Effects) -> None:
         for key in list(self._jobs)[:-1]:
             if len(self._jobs) <= MAX_JOBS:
                 return
             if not self._jobs[key].running:
-                self._drop(key)
+                self._drop(effects, key)
 
-    def _drop(self, key: Hashable) -> None:
+    def _drop(self, effects: Effects, key: Hashable) -> None:
         job = self._jobs.pop(key)
         for worker in sorted(job.loaded):
-            self._out(ToWorker(worker, sidecar.DropJob(job=job.number)))
+            effects.order(worker, sidecar.DropJob(job=job.number))
 
-    def _next(self) -> int:
-        self._numbers += 1
-        return self._numbers
+
+# Ticks (of a second) within which a worker must leave an abandoned epoch. Transport calls cannot be interrupted from
+# outside, and a worker that is stuck in one would delay every later epoch.
+PATIENCE_TICKS = 2
+# Ticks allowed in a worker's first epoch, because it loads torch. Replacing the worker would take even longer.
+COLD_PATIENCE_TICKS = 20
+# Ticks after its start at which a worker loads the libraries for its first epoch. Engines take longer to load their
+# weights, and after a worker's death the interrupted commit must not wait for this load.
+WARM_UP_TICKS = 5
+
+
+@dataclass(slots=True)
+class _Joined:
+    """An epoch that the first `lanes` workers of this node have joined or are joining."""
+
+    plan: str
+    epoch: cluster.EpochPlan
+    waiting: set[int]
+    members: set[int] = field(default_factory=set)
+    left: dict[int, list[sidecar.LaneValue]] = field(
+        default_factory=dict
+    )  # values for workers that have not joined yet
+
+
+class LocalEpochs:
+    """Tracks the epochs of this node's workers."""
+
+    def __init__(
+        self,
+        node: str,
+        address: str,
+        *,
+        workers: int = 0,
+        warms: str = "",
+    ) -> None:
+        """`warms` is the service that the `workers` load soon after their start; "": they load it on first use."""
+        self._node, self._address = node, address
+        self._warms = warms
+        self._warm_in = dict.fromkeys(range(workers if warms else 0), WARM_UP_TICKS)  # ticks, by worker
+        self._epochs: dict[str, _Joined] = {}
+        self._warm: set[int] = set()  # workers that have joined an epoch, or tried to
+        self._late: dict[tuple[int, str], int] = {}  # (worker, abandoned epoch that it was joining) -> ticks
+
+    def join(self, effects: Effects, plan: str, epoch: cluster.EpochPlan) -> None:
+        """Have the worker of every lane join its peers."""
+        lanes = set(range(epoch.lanes))
+        self._epochs[epoch.id] = _Joined(plan, epoch, set(lanes), lanes)
+        for lane in sorted(lanes):
+            self._send_in(effects, lane, epoch)
+
+    def _send_in(self, effects: Effects, lane: int, epoch: cluster.EpochPlan) -> None:
+        labels = tuple(
+            f"worker {lane} on node {node} (host {host})" for node, host in zip(epoch.nodes, epoch.hosts, strict=True)
+        )
+        message = sidecar.JoinEpoch(
+            epoch=epoch.id,
+            service=epoch.service,
+            index=epoch.nodes.index(self._node),
+            labels=labels,
+            address=self._address,
+            staging_bytes=epoch.staging_bytes,
+            timeout_s=epoch.timeout_s,
+            key=epoch.key,
+        )
+        effects.order(lane, message)
+
+    def leave(self, effects: Effects, epoch: str) -> None:
+        """Have the workers leave an epoch and close its connections."""
+        joined = self._epochs.pop(epoch, None)
+        if joined is not None:
+            for lane in sorted(joined.members):
+                effects.order(lane, sidecar.LeaveEpoch(epoch=epoch))
+                if lane in joined.waiting:
+                    self._late[lane, epoch] = 0
+
+    def tick(self, effects: Effects) -> list[tuple[int, str]]:
+        """Return the workers that did not leave an abandoned epoch in time, with the reason; start due warm-ups."""
+        self._warm_in = {worker: ticks - 1 for worker, ticks in self._warm_in.items() if worker not in self._warm}
+        for worker in sorted(worker for worker, ticks in self._warm_in.items() if not ticks):
+            del self._warm_in[worker]
+            effects.order(worker, sidecar.WarmUp(service=self._warms))
+        stuck: dict[int, str] = {}
+        for (worker, epoch), ticks in self._late.items():
+            self._late[worker, epoch] = ticks + 1
+            if ticks >= (PATIENCE_TICKS if worker in self._warm else COLD_PATIENCE_TICKS):
+                stuck[worker] = f"it did not come out of epoch {epoch}, which was given up"
+        return sorted(stuck.items())
+
+    def worker_said(
+        self, effects: Effects, worker: int, message: sidecar.LaneValue | sidecar.EpochJoined
+    ) -> tuple[str, str] | None:
+        """Handle a worker's message about an epoch; return (plan, epoch) once the workers of every lane have joined."""
+        if worker not in self._warm:
+            self._warm.add(worker)
+            self._late |= dict.fromkeys([key for key in self._late if key[0] == worker], 0)
+        if not isinstance(message, sidecar.LaneValue):
+            self._late.pop((worker, message.epoch), None)
+        joined = self._epochs.get(message.epoch)
+        if joined is None:
+            return None
+        match message:
+            case sidecar.LaneValue(epoch, key, value):
+                effects.say(sidecar.LaneValue(epoch=epoch, lane=worker, key=key, value=value))
+            case sidecar.EpochJoined(reason=""):
+                joined.waiting.discard(worker)
+                joined.left.pop(worker, None)
+                if not joined.waiting:
+                    effects.log("epoch", epoch=joined.epoch.id, plan=joined.plan, lanes=joined.epoch.lanes)
+                    return joined.plan, joined.epoch.id
+            case sidecar.EpochJoined(epoch, reason):
+                joined.waiting.discard(worker)
+                where = f"worker {worker} on node {self._node}"
+                effects.log("epoch-failed", epoch=epoch, where=where, reason=reason)
+                effects.say(cluster.PlanLoaded(plan=joined.plan, epoch=epoch, where=where, reason=reason))
+        return None
+
+    def value(self, effects: Effects, message: sidecar.LaneValue) -> None:
+        """Forward a peer's value to the worker of its lane."""
+        joined = self._epochs.get(message.epoch)
+        if joined is not None and message.lane in joined.members:
+            value = sidecar.LaneValue(epoch=message.epoch, key=message.key, value=message.value)
+            if message.lane in joined.waiting:
+                joined.left.setdefault(message.lane, []).append(value)
+            effects.order(message.lane, value)
+
+    def worker_gone(self, effects: Effects, worker: int, who: str, how: str) -> None:
+        """End the epochs of a worker that died or was replaced, on every node.
+
+        Exception: if the worker was stuck in an abandoned epoch, the epochs that it had not joined yet continue. Peers
+        still wait in them, and its successor joins them.
+        """
+        services: set[str] = set()
+        was_stuck = any(late == worker for late, _ in self._late)
+        self._warm.discard(worker)
+        self._late = {key: ticks for key, ticks in self._late.items() if key[0] != worker}
+        for id_, joined in list(self._epochs.items()):
+            if was_stuck and worker in joined.waiting:
+                self._send_in(effects, worker, joined.epoch)
+                for value in joined.left.get(worker, ()):
+                    effects.order(worker, value)
+            elif worker in joined.members:
+                services.add(joined.epoch.service)
+                joined.members.discard(worker)
+                self.leave(effects, id_)
+                effects.say(cluster.PlanLoaded(plan=joined.plan, epoch=id_, where=who, reason=how))
+        if self._warms and not services:  # after a delay: its predecessor's unfinished jobs come first
+            self._warm_in[worker] = WARM_UP_TICKS
+        for service in sorted(services):  # the next epoch will need the successor
+            self._warm_in.pop(worker, None)
+            effects.order(worker, sidecar.WarmUp(service=service))

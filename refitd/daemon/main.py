@@ -16,30 +16,24 @@ from typing import TYPE_CHECKING
 import zmq
 
 from refitd import service
-from refitd.buffers import arena as memory
 from refitd.buffers import capacity
-from refitd.buffers.permits import PAGE_ARENA, PAGE_BYTES, PermitPage
+from refitd.buffers.permits import PAGE_ARENA, PermitPage
 from refitd.config import Config
-from refitd.copy_services.measure import pull_measured
 from refitd.copy_services.registry import installed
 from refitd.daemon import actions as act
-from refitd.daemon.address import reachable_address
-from refitd.daemon.allocation import close_all, make_arenas
-from refitd.daemon.client_inbox import ClientInbox
-from refitd.daemon.client_listener import CLIENT_RESERVE, ClientListener
-from refitd.daemon.coordinator_process import CoordinatorProcess, StartFailed
-from refitd.daemon.coordinator_sockets import CoordinatorSockets
-from refitd.daemon.slow_work import SlowWork
+from refitd.daemon.arena_files import ArenaFiles
+from refitd.daemon.clients import ClientInbox
+from refitd.daemon.coordinator import CoordinatorProcess, CoordinatorSockets, StartFailed, reachable_address
+from refitd.daemon.router import handle
 from refitd.daemon.state import DaemonState
 from refitd.daemon.workers import Workers
-from refitd.errors import ArenaError, ConfigError, DeadlineExceeded, ProtocolError, RefitdError, RefusedError
+from refitd.errors import ConfigError, ProtocolError
 from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle, setup
 from refitd.metrics import opened
 from refitd.protocol import cluster, local, sidecar
-from refitd.protocol.background import LARGE_FRAME, OrderedDecoder
-from refitd.protocol.channel import Router, hear_out, local_peer
-from refitd.protocol.codec import BadMessage, Decoder
+from refitd.protocol.channel import hear_out, local_peer
+from refitd.protocol.codec import LARGE_FRAME, BadMessage, Decoder, OrderedDecoder
 from refitd.protocol.keys import ClientKeys
 from refitd.security import daemon_keys, node_users
 
@@ -48,17 +42,11 @@ if TYPE_CHECKING:
 
 TICK_S = 1.0
 
-# The same while this node looks for the leading coordinator among several.
+# Seconds between ticks while this node seeks the leading coordinator among several.
 SEEK_S = 0.25
 
-# Limit for measuring how fast a client's memory is read; normally some milliseconds.
-MEASURE_S = 10.0
-
-# A loop turn that takes this much longer than expected is logged, and does not count as silence of peers.
+# A loop turn that takes this much longer than expected is logged; peers do not count as silent during it.
 SLOW_TURN_S = 0.5
-
-# Unread messages queued per client before more are dropped.
-CLIENT_MARK = 1000
 
 
 class DaemonShell:
@@ -82,42 +70,16 @@ class DaemonShell:
         self._manager = manager
         self._uncoordinated = Throttle()
         self._started = time.monotonic()
-        self._host = socket.gethostname()
         self._config = config
-        # checked before anything is bound, so that a refusal leaves nothing behind
+        # check these before binding: a refusal must not leave sockets behind
         services, address = _services(config.transport.service), reachable_address(config)
         self._monitor = opened(config.metrics.address, partial(_monitor, config), log)
         self._poller = zmq.Poller()
-        directory = config.runtime_dir
-        endpoint = f"ipc://{directory / 'refitd.sock'}"
         self._users = node_users(config)
         self._noise = Throttle(period_s=5.0)
-        self._dealer = CoordinatorSockets(context, config.coordinator_endpoints, keys)
-        self._listener = ClientListener(
-            directory / "refitd.fds",
-            endpoint,
-            self._users.uids,
-            self._watch,
-            self._goodbye,
-            self._said_of_commit,
-            self._given_back,
-        )
-        self._router = Router(context, endpoint, uids=self._users.uids, unsent=CLIENT_MARK)
-        for sock in (self._router.socket, *self._dealer.sockets, *self._dealer.control_sockets):
-            self._poller.register(sock, zmq.POLLIN)
-        self._cluster: Decoder[cluster.CoordinatorMessage] = Decoder(cluster.CoordinatorMessage)
-        self._arena_fds: dict[int, int] = {PAGE_ARENA: memory.create(PAGE_BYTES, memory.PERMITS)}
-        self._permits = PermitPage(self._arena_fds[PAGE_ARENA])
-        self._arena_numbers = 0
-        self._made_r, self._made_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._watch(self._made_r, select.POLLIN)
-        self._maker = SlowWork(time.monotonic, self._told)
-        self._plans = OrderedDecoder[tuple[int, cluster.CoordinatorMessage]]("refitd-plans", self._told)
-        self._problems: tuple[str, ...] = ()
-        self._workers = Workers(config.node.workers, config.node.threads_per_worker, self._watch)
         self._state = DaemonState(
             config.node_name,
-            self._host,
+            socket.gethostname(),
             os.getpid(),
             config.node.workers,
             config.node.max_arena_bytes,
@@ -126,23 +88,34 @@ class DaemonShell:
             config.node.keep_targets_s,
             config.transport.service if config.uses_keys else "",
         )
+        self._dealer = CoordinatorSockets(context, config.coordinator_endpoints, keys)
+        self._trusted = ""  # the last address whose process was checked, see `_is_trusted`
+        self._files = ArenaFiles(config, self._state, self._feed, self._told)
+        self._permits = PermitPage(self._files.fds[PAGE_ARENA])
         self._inbox = ClientInbox(
-            self._router,
-            self._listener,
+            context,
+            config.runtime_dir,
             self._users,
             self._state,
-            config.node_name,
-            self._host,
+            self._files,
             self._feed,
-            self._end,
-            self._fetch,
+            self._watch,
             self._told,
             self._noise,
             log,
         )
+        self._clients = self._inbox.listener
+        for sock in (self._inbox.router.socket, *self._dealer.sockets, *self._dealer.control_sockets):
+            self._poller.register(sock, zmq.POLLIN)
+        self._cluster: Decoder[cluster.CoordinatorMessage] = Decoder(cluster.CoordinatorMessage)
+        self._made_r, self._made_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._watch(self._made_r, select.POLLIN)
+        self._plans = OrderedDecoder[tuple[int, cluster.CoordinatorMessage]]("refitd-plans", self._told)
+        self._problems: tuple[str, ...] = ()
+        self._workers = Workers(config.node.workers, self._watch)
 
     def serve(self, stop: list[int], wakeup: int, coordinator: CoordinatorProcess | None, ready_fd: int | None) -> None:
-        """Run until `stop` holds a signal number; write to `ready_fd` once clients can work."""
+        """Run until `stop` contains a signal number; write to `ready_fd` once clients can work."""
         self._watch(wakeup, select.POLLIN)
         told = False
         self._feed(Tick())
@@ -150,7 +123,7 @@ class DaemonShell:
         awake = time.monotonic()
         next_tick = awake + TICK_S
         while not stop:
-            if not told and (coordinator is None or self._state.is_coordinated):
+            if not told and (coordinator is None or self._state.link.is_up):
                 told = True
                 if coordinator is not None:
                     coordinator.settle()
@@ -161,10 +134,10 @@ class DaemonShell:
             awake = self._excuse(awake, wait_ms / 1000)
             for ready, events in found:
                 if ready == wakeup:
-                    os.read(wakeup, 4096)  # its signals have been handled
+                    os.read(wakeup, 4096)  # signal numbers; `on_signal` has handled them
                 else:
-                    self._serve_one(ready, events)
-            awake = self._excuse(awake, 0.0)  # before the tick, which declares peers silent
+                    self._outlive(partial(self._serve_ready, ready, events))
+            awake = self._excuse(awake, 0.0)  # before the tick, because the tick declares peers silent
             if time.monotonic() >= next_tick:
                 self._outlive(self._tick)
                 next_tick = time.monotonic() + (SEEK_S if self._dealer.is_seeking else TICK_S)
@@ -173,7 +146,7 @@ class DaemonShell:
                 self._feed(act.Due())
 
     def _excuse(self, since: float, expected_s: float) -> float:
-        """Return the time now; report a turn much longer than expected, which must not count as silence of peers."""
+        """Return the time now; report a turn much longer than expected: it must not count as silence of peers."""
         now = time.monotonic()
         if (lost_s := now - since - expected_s) > SLOW_TURN_S:
             self._feed(Busy(lost_s))
@@ -184,15 +157,17 @@ class DaemonShell:
         self._manager.alive(time.monotonic())
         self._dealer.retry()
         self._tell_if_alone(time.monotonic())
-        if late := self._listener.expire(time.monotonic()):
+        if late := self._clients.expire(time.monotonic()):
             self._log("turned-away", clients=late, reason="they connected and said no Hello")
         self._collect()
         self._feed(Tick())
-        self._follow()
+        if not self._dealer.queues:
+            self._follow()
         self._publish()
 
     def _follow(self) -> None:
-        if endpoint := self._dealer.follow(self._state.is_coordinated):
+        """Choose among several coordinators."""
+        if endpoint := self._dealer.follow(self._state.link.is_up):
             self._log("follows", endpoint=endpoint)
 
     def _publish(self) -> None:
@@ -200,7 +175,7 @@ class DaemonShell:
             self._monitor.publish(self._state, {"frames": len(self._inbox), "plans": len(self._plans)})
 
     def _outlive(self, what: Callable[[], object]) -> None:
-        """Call `what` and log its errors: they must not end this process, which would lose the arenas."""
+        """Call `what` and log its errors: if they ended this process, the arenas would be lost."""
         try:
             what()
         except StartFailed:
@@ -210,16 +185,16 @@ class DaemonShell:
                 self._log.failed("internal-error")
 
     def _look_after(self, coordinator: CoordinatorProcess | None) -> None:
-        """Restart ended workers and the coordinator, and report problems for status."""
+        """Restart workers and the coordinator if they ended, and report problems for status."""
         for worker in self._workers.start_due(time.monotonic()):
             self._feed(act.WorkerStarted(worker))
         problems = self._workers.problems()
         if coordinator is not None:
-            if (happened := coordinator.watch(self._state.unheard_s)) is not None:
+            if (happened := coordinator.watch(self._state.link.unheard_s)) is not None:
                 self._log.write(happened.event, happened.fields)
             problem = coordinator.problem
             problems += (problem,) * bool(problem)
-            if problem and not self._state.is_coordinated:
+            if problem and not self._state.link.is_up:
                 self._feed(act.CoordinatorUnreachable(problem))
         if problems != self._problems:
             self._problems = problems
@@ -232,37 +207,33 @@ class DaemonShell:
             os.write(ready_fd, b"ready\n")
             os.close(ready_fd)
 
-    def _serve_one(self, ready: object, events: int) -> None:
-        self._outlive(lambda: self._serve_ready(ready, events))
-
     def _serve_ready(self, ready: object, events: int) -> None:
-        if ready is self._router.socket:
+        if ready is self._inbox.router.socket:
             self._inbox.take()
         elif ready in self._dealer.sockets:
             while (frame := self._dealer.receive()) is not None:
-                if self._is_trusted():
+                if self._dealer.peer == self._trusted or self._is_trusted():
                     self._from_coordinator(frame)
-                    self._follow()
+                    if not self._dealer.queues:
+                        self._follow()
         elif ready in self._dealer.control_sockets:
             self._no_handshake()
-        elif ready == self._listener.listener_fd:
-            refusal = self._listener.accept()
+        elif ready == self._clients.listener_fd:
+            refusal = self._clients.accept()
             if refusal and self._noise.allows(refusal, time.monotonic()):
                 self._log("turned-away", reason=refusal)
         elif ready == self._made_r:
             self._collect()
-        elif isinstance(ready, int) and self._listener.owns(ready):
-            gone = self._listener.serve(ready, self._fetch)
-            if gone is not None:
-                self._inbox.take()  # handle what it sent before its end
-                self._end(gone, "its process has ended or closed the connection")
-        elif isinstance(ready, int) and (worker := self._workers.fds().get(ready)) is not None:
+        elif isinstance(ready, int) and ready in self._clients.fds:
+            self._inbox.hear(ready)
+        elif isinstance(ready, int) and (worker := self._workers.fds.get(ready)) is not None:
             self._from_worker(worker, events)
 
     def _is_trusted(self) -> bool:
-        """Return whether the last message came from a permitted user's coordinator; over TCP the keys prove that."""
+        """Return whether a permitted user's coordinator sent the last message; over TCP the keys prove that."""
         peer = local_peer(self._dealer.peer)
         if peer is None or peer[0] in (0, *self._users.uids):
+            self._trusted = self._dealer.peer
             return True
         reason = (
             f"{self._config.coordinator_endpoint}: who listens there (pid {peer[1]}) belongs to uid {peer[0]}; "
@@ -284,7 +255,7 @@ class DaemonShell:
 
     def _tell_if_alone(self, now: float) -> None:
         waited_s = now - self._started
-        if self._state.is_coordinated or waited_s < self._config.deadlines.connect_s:
+        if self._state.link.is_up or waited_s < self._config.deadlines.connect_s:
             return
         if self._uncoordinated.allows("alone", now):
             reason = "no coordinator answers; check that it runs, its endpoint, firewalls and keys"
@@ -304,16 +275,6 @@ class DaemonShell:
         for message in said:
             self._feed(act.WorkerSaid(worker, message))
 
-    def _end(self, session: int, reason: str) -> None:
-        self._listener.leave(session)
-        self._feed(act.SessionClosed(session, reason))
-
-    def _said_of_commit(self, session: int, message: local.Told) -> None:
-        self._inbox.said(session, 0, message, None)
-
-    def _goodbye(self, session: int) -> None:
-        self._feed(act.SessionLeaves(session))
-
     def _from_coordinator(self, frame: bytes) -> None:
         if len(frame) > LARGE_FRAME:
             self._plans.read(lambda: self._cluster.decode(frame))
@@ -323,12 +284,12 @@ class DaemonShell:
         except ProtocolError as exc:
             self._not_read(exc)
             return
-        # answers to heartbeats overtake a plan that is still being decoded
+        # handle answers to heartbeats before a plan that is still being decoded
         if isinstance(message, cluster.HeartbeatAnswer) or not self._plans.holds((request, message)):
             self._coordinator_said(request, message)
 
     def _not_read(self, error: Exception) -> None:
-        """Log a coordinator's message that cannot be read, and fail the request that waits for it."""
+        """Log a coordinator's message that cannot be decoded; fail the request that waits for it."""
         if self._noise.allows(f"coordinator {error}", time.monotonic()):
             self._log("bad-message", peer="coordinator", reason=str(error))
         if isinstance(error, BadMessage) and error.request_id:
@@ -336,59 +297,34 @@ class DaemonShell:
 
     def _coordinator_said(self, request: int, message: cluster.CoordinatorMessage) -> None:
         if isinstance(message, cluster.Abort):
-            # it replaces workers: what they have said of the swap by now would be lost
-            for worker in self._workers.fds().values():
+            # an abort replaces workers: first read their messages about the swap, which would be lost
+            for worker in list(self._workers.fds.values()):
                 self._from_worker(worker, select.POLLIN)
         try:
             self._feed(act.CoordinatorSaid(request, message))
         except Exception:
-            # no reply goes out: the coordinator gives the swap up at its deadline; the weights held here stay
+            # without a reply the coordinator aborts the swap at its deadline; the weights on this node do not change
             self._log.failed("internal-error", peer="coordinator", message=type(message).__name__)
 
-    def _fetch(self, session: int, arena: int, write: bool) -> tuple[int, int, str]:
-        found = self._state.clients.may_fetch(session, arena, write)
-        return self._arena_fds[arena], found.nbytes, found.device
-
-    def _given_back(self, session: int, fd: int, nbytes: int) -> int:
-        """Take an arena back that a client has kept while its daemon was restarted; return its number.
-
-        Raises:
-            RefitdError: it is no arena, or another client's, or there is no room for it.
-        """
-        self._state.clients.check_given(session, nbytes)
-        if capacity.descriptors_left() < CLIENT_RESERVE:
-            raise RefusedError("this daemon can open no more files (RLIMIT_NOFILE); raise its limit (LimitNOFILE=)")
-        taken, writable = memory.taken_back(fd, nbytes)
-        try:
-            if any(os.path.sameopenfile(taken, other) for other in self._arena_fds.values()):
-                raise RefusedError(f"an arena of {nbytes} bytes is not taken back: this daemon has it already")
-            self._arena_numbers += 1
-            self._arena_fds[self._arena_numbers] = taken
-        except BaseException:
-            os.close(taken)
-            raise
-        self._feed(act.ArenaHandedBack(session, self._arena_numbers, nbytes, writable))
-        return self._arena_numbers
-
     def _feed(self, event: act.Event) -> None:
-        instructions = self._state.handle(event, time.monotonic())
+        instructions = handle(self._state, event, time.monotonic())
         try:
             for instruction in instructions:
                 if not isinstance(instruction, Log):
                     self._perform(instruction)
         finally:
             for instruction in instructions:
-                if isinstance(instruction, Log):  # last: a line takes as long as a message
-                    self._write(instruction)
+                # last, because writing a line takes as long as sending a message
+                if isinstance(instruction, Log) and (instruction.event != "refused" or self._is_new(instruction)):
+                    self._log.write(instruction.event, instruction.fields)
         if self._monitor is not None:
             self._monitor.watch(event, instructions, self._state)
 
     def _perform(self, instruction: act.Instruction) -> None:
         match instruction:
             case act.ToClient(session, request, message):
-                identity = self._listener.identity_of(session)
-                if identity is not None:
-                    self._router.send(identity, request, message)
+                if (identity := self._clients.identities.get(session)) is not None:
+                    self._inbox.router.send(identity, request, message)
             case act.ToCoordinator(request, message):
                 try:
                     if not self._dealer.send(request, message) and request:
@@ -396,61 +332,43 @@ class DaemonShell:
                 except ProtocolError as exc:
                     failure = local.Failure(code=exc.code, message=str(exc))
                     self._feed(act.CoordinatorSaid(request, failure))
-            case act.ToWorker(worker, message) if down := self._workers.why_down(worker):
-                # everything else is sent again once the worker is back
+            case act.ToWorker(worker, message) if worker in self._workers.down:
+                # all other messages are sent again once the worker runs again
                 if isinstance(message, sidecar.LoadJob | sidecar.JoinEpoch):
-                    self._feed(act.NotSent(worker, message, down))
+                    self._feed(act.NotSent(worker, message, self._workers.why_down(worker)))
             case act.ToWorker(worker, message, arena, block):
-                fd = self._arena_fds[arena] if arena is not None else None
+                fd = self._files.fds[arena] if arena is not None else None
                 try:
                     self._workers.send(worker, message, fd, block)
                 except OSError as exc:
                     reason = f"{exc.strerror}; raise `ulimit -Hn` or LimitNOFILE= of the daemon, or free memory"
                     self._feed(act.NotSent(worker, message, reason))
-            case act.MakeArenas(ticket, wanted, held, device, within_s):
-                workers = self._config.node.workers
-                self._maker.submit(
-                    ticket,
-                    f"{capacity.named(wanted)}: {sum(nbytes for nbytes, _ in wanted)} bytes",
-                    within_s or self._config.deadlines.request_s,
-                    lambda moved: make_arenas(wanted, held, workers, device, moved),
-                    close_all,
-                    in_turn=True,
-                )
-            case act.TimePull(session, request, pid, spans):
-                if any(isinstance(key, tuple) and key[0] == session for key in self._maker.waiting()):
-                    text = "this client has a measurement under way; wait for its end"
-                    failure = local.Failure(code=RefusedError.code, message=text)
-                    self._perform(act.ToClient(session, request, failure))
-                    return
-                what = f"reading the memory of pid {pid}"
-                # not in turn: the client's memory may respond slowly
-                self._maker.submit(
-                    (session, request), what, MEASURE_S, lambda _: pull_measured(pid, spans), in_turn=False
-                )
+            case act.MakeArenas():
+                self._files.make(instruction)
             case act.SetPermit(slot, token, until):
                 self._permits.write(slot, token, until)
             case act.WriteArena(arena, data):
-                os.pwrite(self._arena_fds[arena], data, 0)
+                os.pwrite(self._files.fds[arena], data, 0)
             case act.SwitchArenas(arena, other):
-                fds = self._arena_fds
+                fds = self._files.fds
                 fds[arena], fds[other] = fds[other], fds[arena]
             case act.CloseArena(arena):
-                os.close(self._arena_fds.pop(arena))
+                os.close(self._files.fds.pop(arena))
             case act.RestartWorker(worker):
                 self._workers.restart(worker)
             case act.Follow(event):
                 self._feed(event)
 
-    def _write(self, line: Log) -> None:
-        # clients decide how many requests are refused, so this is throttled
-        subject = f"{line.event} {line.fields.get('session')} {line.fields.get('message')}"
-        if line.event != "refused" or self._noise.allows(subject, time.monotonic()):
-            self._log.write(line.event, line.fields)
+    def _is_new(self, refusal: Log) -> bool:
+        """Whether to log a refusal: a client can cause any number of equal ones."""
+        subject = f"refused {refusal.fields.get('session')} {refusal.fields.get('message')}"
+        return self._noise.allows(subject, time.monotonic())
 
     def _told(self) -> None:
         """Wake the loop; callable from any thread."""
-        with contextlib.suppress(BlockingIOError, OSError):  # it is awake already, or closed
+        with contextlib.suppress(
+            BlockingIOError, OSError
+        ):  # the pipe is full, so the loop wakes anyway; or the pipe is closed
             os.write(self._made_w, b".")
 
     def _collect(self) -> None:
@@ -462,28 +380,7 @@ class DaemonShell:
             else:
                 self._coordinator_said(*said)
         self._inbox.collect()
-        for key, found in self._maker.collect():
-            match key, found:
-                case (int(), list()):
-                    numbers = []
-                    for fd in found:
-                        self._arena_numbers += 1
-                        self._arena_fds[self._arena_numbers] = fd
-                        numbers.append(self._arena_numbers)
-                    self._feed(act.ArenasMade(key, tuple(numbers)))
-                case (int(), DeadlineExceeded()):
-                    limits = ", ".join(map(str, capacity.memory_limits()))
-                    text = f"{found}; memory does not come fast enough, there are: {limits}; see dmesg and swap space"
-                    self._feed(act.ArenasRefused(key, DeadlineExceeded(text)))
-                case (int(), RefitdError()):
-                    self._feed(act.ArenasRefused(key, found))
-                case (int(), _):
-                    self._feed(act.ArenasRefused(key, ArenaError(f"arena: {found}")))
-                case ((int() as session, int() as request), _):
-                    measured = found if isinstance(found, local.PullMeasured) else None
-                    reason = str(found).partition(";")[0]
-                    reply = measured or local.PullMeasured(seconds=0.0, reason=reason)
-                    self._perform(act.ToClient(session, request, reply))
+        self._files.collect()
 
     def _watch(self, fd: int, events: int) -> None:
         if events:
@@ -492,22 +389,23 @@ class DaemonShell:
             self._poller.unregister(fd)
 
     def close(self, *, goodbye: bool, is_standalone: bool) -> None:
-        """End the workers, close every socket and free the memory; `goodbye`: free this node's name, too.
+        """End the workers, close every socket and free the memory.
 
-        The coordinator of a standalone daemon ends with it, and need not be heard out.
+        Args:
+            goodbye: tell the coordinator that this node leaves, which frees its name.
+            is_standalone: the coordinator ends with this daemon; do not wait until it has read the goodbye.
         """
         if self._monitor is not None:
             self._monitor.close()
         self._workers.close()
         if goodbye:
-            self._dealer.send(0, cluster.NodeLeaves())
-        self._listener.close()
-        self._router.close()
+            self._dealer.send(0, local.Goodbye())
+        self._clients.close()
+        self._inbox.router.close()
         if goodbye and not is_standalone:
             hear_out(self._dealer.sockets, cluster.LAST_WORDS_S)
         self._dealer.close(sending_s=cluster.LAST_WORDS_S if goodbye else 0.0)
-        for fd in self._arena_fds.values():
-            os.close(fd)
+        self._files.close()
 
 
 def _monitor(config: Config, address: tuple[str, int]) -> DaemonMonitor:
@@ -520,7 +418,7 @@ def _services(needed: str) -> tuple[str, ...]:
     """Return the copy services that can run here.
 
     Raises:
-        ConfigError: `needed` cannot cross nodes, or cannot run here; says what to install.
+        ConfigError: `needed` cannot cross nodes, or cannot run here; the error names the packages to install.
     """
     registry = installed()
     if registry.find(needed).join is None:
@@ -534,10 +432,10 @@ def run(config: Config, coordinator: CoordinatorProcess | None, ready_fd: int | 
     Args:
         config: the configuration.
         coordinator: the coordinator child of a standalone daemon, or None.
-        ready_fd: a descriptor that gets "ready" once clients can connect and, if standalone, a coordinator answers.
+        ready_fd: receives "ready" once clients can connect and, if standalone, the coordinator answers.
 
     Raises:
-        RefitdError: a socket is in use, the directory is unsafe, a worker or the coordinator cannot be kept alive.
+        RefitdError: a socket is in use, the directory is unsafe, or a worker or the coordinator keeps ending.
     """
     setup(config.log.level, config.log.format)
     log = EventLog("daemon")

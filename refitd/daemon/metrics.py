@@ -14,20 +14,20 @@ from refitd.daemon.actions import Event, Instruction, RestartWorker, ToCoordinat
 from refitd.daemon.state import DaemonState
 from refitd.events import Busy, Log
 from refitd.metrics.exporter import Exporter, Labelled
-from refitd.protocol.cluster import MemberCommitted
+from refitd.protocol.local import CommitDone
 from refitd.protocol.reports import NodeStatus
-from refitd.protocol.sidecar import RunDone, RunFailed
+from refitd.protocol.sidecar import RunDone
 
 # Seconds. A flip takes microseconds, a copy of a large shard seconds.
 _PAUSE_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
-# The label of arenas in main memory; those of a GPU have its UUID.
+# The label of arenas in main memory; the label of a GPU's arenas is its UUID.
 MAIN_MEMORY = "memory"
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonFigures:
-    """A snapshot of a daemon's state."""
+    """A snapshot of a daemon's state, for its metrics."""
 
     status: NodeStatus
     is_coordinated: bool
@@ -36,9 +36,9 @@ class DaemonFigures:
 
 
 def figures(state: DaemonState, queues: Mapping[str, int]) -> DaemonFigures:
-    """Take a snapshot; `queues` are the shell's, with their lengths."""
-    targets = Tally(member.state.live.value for member in state.members.values() if not member.is_source)
-    return DaemonFigures(state.status(), state.is_coordinated, targets, {**queues, **state.queues()})
+    """Take a snapshot; `queues` are the lengths of the shell's queues by name."""
+    targets = Tally(member.state.live.value for member in state.members.values() if not member.registration.is_source)
+    return DaemonFigures(state.status(), state.link.is_up, targets, {**queues, **state.queues()})
 
 
 class DaemonMonitor:
@@ -58,7 +58,7 @@ class DaemonMonitor:
         self.endpoint, self.close = self._exporter.endpoint, self._exporter.close
 
     def publish(self, state: DaemonState, queues: Mapping[str, int]) -> None:
-        """Publish a snapshot; `queues` are the shell's, with their lengths."""
+        """Publish a snapshot; `queues` are the lengths of the shell's queues by name."""
         found = figures(state, queues)
         lacks = "" if found.is_coordinated else "no coordinator answers"
         down = [str(worker) for worker, pid in enumerate(found.status.workers) if not pid]
@@ -70,13 +70,13 @@ class DaemonMetrics:
 
     def __init__(self, registry: CollectorRegistry, max_arena_bytes: int) -> None:
         r = registry
-        self._refused = Labelled(Counter("refitd_refusals", "Requests that were refused.", ["request"], registry=r))
-        self._stalled = Counter("refitd_loop_stalled_seconds", "Time in which the loop answered nobody.", registry=r)
-        restarts = Counter("refitd_worker_restarts", "Workers that were started again.", ["cause"], registry=r)
+        self._refused = Labelled(Counter("refitd_refusals", "Refused requests.", ["request"], registry=r))
+        self._stalled = Counter("refitd_loop_stalled_seconds", "Time when the loop was blocked.", registry=r)
+        restarts = Counter("refitd_worker_restarts", "Restarted workers.", ["cause"], registry=r)
         self._died, self._replaced = restarts.labels("died"), restarts.labels("replaced")
         differing = Counter(
             "refitd_mismatches",
-            "Copies, or ranks' live weights, that differed from their source.",
+            "Copies or live weights that differed from their source.",
             ["found_in"],
             registry=r,
         )
@@ -85,7 +85,7 @@ class DaemonMetrics:
         self._pause_s = Labelled(
             Histogram(
                 "refitd_engine_pause_seconds",
-                "Time that engine ranks stood still for a commit.",
+                "Pauses of engine ranks for commits.",
                 ["model", "replica"],
                 registry=r,
                 buckets=_PAUSE_BUCKETS,
@@ -106,24 +106,24 @@ class DaemonMetrics:
             registry=r,
         )
         self._problems = Gauge("refitd_problems", "Problems that `refitctl status` shows.", registry=r)
-        self._queues = Gauge("refitd_queue_length", "What waits in a queue of the process.", ["queue"], registry=r)
+        self._queues = Gauge("refitd_queue_length", "Length of a queue of the process.", ["queue"], registry=r)
 
     def watch(self, event: Event, instructions: Iterable[Instruction], state: DaemonState) -> None:
-        """Count an event that the state has handled, and what it returned."""
+        """Count an event that the state has handled, and the instructions that it returned."""
         match event:
+            case WorkerSaid(message=RunDone(differs=True)):
+                self._staged_differs.inc()
             case WorkerSaid(message=RunDone() as done):
                 self._copied.inc(done.bytes)
-            case WorkerSaid(message=RunFailed(differs=True)):
-                self._staged_differs.inc()
             case WorkerDied():
                 self._died.inc()
             case Busy(seconds):
                 self._stalled.inc(seconds)
         for instruction in instructions:
             match instruction:
-                case ToCoordinator(message=MemberCommitted() as committed):
+                case ToCoordinator(message=CommitDone() as committed):
                     if (member := state.members.get(committed.member)) is not None:
-                        model, replica = member.registration.model, member.replica
+                        model, replica = member.registration.request.model, member.registration.replica
                         self._pause_s.of(model, replica).observe(committed.paused_s)
                 case RestartWorker():
                     self._replaced.inc()

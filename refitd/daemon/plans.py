@@ -1,32 +1,190 @@
-"""The plans that this node has loaded, and what must exist before each can be used."""
+"""The plans of this node: cache their parts, assemble their tables, wait for their epochs and constants."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 import numpy.ma  # np.unique loads it at its first call, which may be when no file can be opened
 
 from refitd.addressing.between_nodes import NodeTransfers, node_transfers
 from refitd.addressing.copies import constant_bytes
-from refitd.daemon.actions import Instruction, ToCoordinator
-from refitd.daemon.epochs import LocalEpochs
-from refitd.daemon.jobs import JobTable
-from refitd.daemon.pending import Constants, WantedArenas
-from refitd.daemon.plan_parts import KeptParts, Missing, NodeTables
-from refitd.errors import ArenaError
-from refitd.events import Log
-from refitd.plan.fills import FillTable
-from refitd.plan.table import CopyTable
+from refitd.daemon.arenas import LocalArenas
+from refitd.daemon.effects import Constants, Effects, WantedArenas
+from refitd.daemon.jobs import JobTable, LocalEpochs
+from refitd.errors import ArenaError, ProtocolError
+from refitd.plan.table import CopyTable, CrossingTable, FillTable, PlanTable, Uses, assembled
 from refitd.protocol import cluster
-from refitd.protocol.base import Message
+from refitd.protocol.cluster import (
+    EpochPart,
+    EpochParts,
+    EpochPlan,
+    LoadPlan,
+    NodeShare,
+    PlanPart,
+    ShareRanks,
+)
+from refitd.protocol.codec import unpack
+
+# A node's parts take some hundred KiB; the coordinator sends evicted parts again.
+MAX_BYTES = 64 << 20
+# Limit on the rows of an assembled table: a few bytes can reference a large part many times.
+MAX_ROWS = 1 << 21
+
+T = TypeVar("T", bound=PlanTable)
+P = TypeVar("P", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTables:
+    """A node's rows of a plan. `fills` and `onward` are None, and `crossing` empty, if there are none."""
+
+    members: dict[int, str]  # plan-wide rank -> member
+    seeds: frozenset[int]  # ranks of targets that are read, not written
+    table: CopyTable
+    fills: FillTable | None
+    crossing: CrossingTable
+    onward: CopyTable | None
+    epoch: EpochPlan | None
+    position: dict[int, int]  # plan-wide rank -> position of its node in the epoch, -1 if that is not in it
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Parts that a plan names and this node lacks, with the reason for one of them."""
+
+    count: int
+    reason: str
+
+
+class KeptParts:
+    """Caches the most recently used parts, still packed, up to `max_bytes`."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._parts: OrderedDict[str, bytes] = OrderedDict()
+        self._bytes = 0
+
+    def tables(self, message: LoadPlan) -> NodeTables | Missing:
+        """Return the rows of a plan, or its missing parts if it lacks any.
+
+        Raises:
+            ValueError: the parts do not form a plan, or the share does not fit its ranks.
+        """
+        reading = _Reading(self._parts, message.given)
+        share, numbers = reading.read(message.share, NodeShare), reading.read(message.ranks, ShareRanks)
+        listed = reading.read(message.epoch_parts, EpochParts) if message.epoch_parts else EpochParts(())
+        nodes = [reading.read(digest, EpochPart) for digest in (listed.parts if listed is not None else ())]
+        parts = [reading.read(digest, PlanPart) for digest in (share.parts if share is not None else ())]
+        if reading.wrong or share is None or numbers is None:
+            for digest in reading.damaged:
+                self._drop(digest)
+            return Missing(len(reading.wrong), reading.wrong[0])
+        epoch = _epoch(message.epoch, [part for part in nodes if part is not None])
+        found = _tables(message.plan, share, numbers, epoch, [part for part in parts if part is not None])
+        for digest, data in reading.used.items():
+            self._drop(digest)
+            self._parts[digest] = data
+            self._bytes += len(data)
+        while self._bytes > self._max_bytes:
+            self._drop(next(iter(self._parts)))
+        return found
+
+    def _drop(self, digest: str) -> None:
+        self._bytes -= len(self._parts.pop(digest, b""))
+
+
+class _Reading:
+    """Reads the parts of one message, from the message itself or else from the cache.
+
+    Attributes:
+        used: the parts that were read, packed.
+        wrong: for each part that could not be read, the reason.
+        damaged: the digests of parts whose bytes are invalid.
+    """
+
+    def __init__(self, kept: Mapping[str, bytes], given: Mapping[str, bytes]) -> None:
+        self._kept, self._given = kept, given
+        self.used: dict[str, bytes] = {}
+        self.wrong: list[str] = []
+        self.damaged: list[str] = []
+
+    def read(self, digest: str, kind: type[P]) -> P | None:
+        """Return a part; None if it is missing or damaged."""
+        data = self._given.get(digest, self._kept.get(digest))
+        if data is None:
+            self.wrong.append(f"part {digest} is not here")
+            return None
+        try:
+            found = unpack(data, kind, digest)
+        except ProtocolError as exc:
+            self.wrong.append(str(exc))
+            self.damaged.append(digest)
+            return None
+        self.used[digest] = data
+        return found
+
+
+def _tables(
+    plan: str, share: NodeShare, numbers: ShareRanks, epoch: EpochPlan | None, parts: Sequence[PlanPart]
+) -> NodeTables:
+    """Return the tables of a share; raises ValueError if it does not fit its ranks."""
+    if len(numbers.ranks) != len(share.members) or max(numbers.ranks, default=0) > np.iinfo(np.int32).max:
+        raise ValueError(f"plan {plan}: a share of {len(share.members)} members, {len(numbers.ranks)} ranks")
+    if max(share.seeds, default=-1) >= len(share.members) or max(share.at, default=-1) >= len(share.nodes):
+        raise ValueError(f"plan {plan}: its share names a member or a node that it does not have")
+    ranks, uses = np.array(numbers.ranks, "<i4"), dict[str, dict[str, bytes]]()
+    for name, columns in share.uses.items():
+        at = np.frombuffer(columns.get("ranks", b""), "<i4")
+        if len(at) and not 0 <= at.min() <= at.max() < len(ranks):
+            raise ValueError(f"plan {plan}: uses of plan parts name members that their share does not have")
+        uses[name] = columns | {"ranks": ranks[at].tobytes()}
+    place = {} if epoch is None else {node: i for i, node in enumerate(epoch.nodes)}
+    positions = (place.get(share.nodes[at], -1) for at in share.at)
+    fills = _table(FillTable, plan, uses.get("fills", {}), parts)
+    onward = _table(CopyTable, plan, uses.get("onward", {}), parts)
+    return NodeTables(
+        dict(zip(numbers.ranks, share.members, strict=True)),
+        frozenset(numbers.ranks[at] for at in share.seeds),
+        _table(CopyTable, plan, uses.get("table", {}), parts),
+        fills if len(fills) else None,
+        _table(CrossingTable, plan, uses.get("crossing", {}), parts),
+        onward if len(onward) else None,
+        epoch,
+        dict(zip(numbers.ranks, positions, strict=False)),  # none without an epoch
+    )
+
+
+def _table(kind: type[T], plan: str, wire: dict[str, bytes], parts: Sequence[PlanPart]) -> T:
+    """Return a table, assembled from its uses of parts."""
+    uses = Uses.from_wire(wire)
+    if len(uses) and int(uses.part.max()) >= len(parts):
+        raise ValueError(f"uses of plan parts: part {uses.part.max()} of {len(parts)}")
+    used = np.unique(uses.part)
+    tables = [kind.from_wire(parts[part].table) for part in used.tolist()]
+    times = np.bincount(np.searchsorted(used, uses.part), minlength=len(used)).tolist()
+    if (rows := sum(n * len(part) for n, part in zip(times, tables, strict=True))) > MAX_ROWS:
+        raise ValueError(f"plan {plan} has {rows} rows for this node; the limit is {MAX_ROWS}")
+    return assembled(kind, uses.with_parts(np.searchsorted(used, uses.part)), tables)
+
+
+def _epoch(epoch: EpochPlan | None, parts: Sequence[EpochPart]) -> EpochPlan | None:
+    """Return an epoch with the nodes of its parts; unchanged if it has no parts."""
+    if epoch is None or not parts:
+        return epoch
+    hosts = {node: host for part in parts for node, host in zip(part.nodes, part.hosts, strict=True)}
+    nodes = sorted(hosts)
+    return msgspec.structs.replace(epoch, nodes=tuple(nodes), hosts=tuple(hosts[node] for node in nodes))
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """One node's part of a plan. Figures that every swap needs are computed once."""
+    """One node's section of a plan. Figures that every swap needs are computed once."""
 
     id: str
     members: dict[int, str]  # plan-wide rank -> member
@@ -34,7 +192,7 @@ class NodePlan:
     fills: FillTable | None
     constants: int  # arena of the fill constants; -1 if there are none
     outer: OuterTransfers | None = None
-    onward: CopyTable | None = None  # copies between targets of this node, after everything has arrived
+    onward: CopyTable | None = None  # copies between targets of this node, after all tensors have arrived
     seeds: frozenset[int] = frozenset()  # ranks of targets that are read, not written
 
     @cached_property
@@ -45,12 +203,12 @@ class NodePlan:
 
     @cached_property
     def written_ranks(self) -> frozenset[int]:
-        """The ranks of this node that are written, except those that only receive copies from other ranks here."""
+        """The ranks of this node that are written, except ranks that only receive copies from other targets here."""
         received = self.outer.received_ranks() if self.outer else ()
         return frozenset({*np.unique(self.table.dst_rank).tolist(), *received})
 
     def tensors_read(self, rank: int) -> set[str]:
-        """Return the names of the local tensors that are read of a rank of this node."""
+        """Return the names of the local tensors of a rank that this node's copies read."""
         tables = [self.table] if self.outer is None else [self.table, self.outer.rows.table]
         return {
             table.locals[number] for table in tables for number in np.unique(table.src_local[table.src_rank == rank])
@@ -87,14 +245,14 @@ class _Loading:
 
 @dataclass(frozen=True, slots=True)
 class OuterTransfers:
-    """The part of a plan that moves between this node and others."""
+    """The transfers of a plan between this node and other nodes."""
 
     rows: NodeTransfers
     index: int  # this node's position in the epoch
     epoch: cluster.EpochPlan
 
     def sent_ranks(self) -> set[int]:
-        """Return the plan-wide ranks on this node that send to other nodes what they hold, not what they receive."""
+        """Return the plan-wide ranks on this node that send their own data to other nodes; relays are not counted."""
         table = self.rows.table
         return set(np.unique(table.src_rank[(self.rows.src_node == self.index) & ~table.is_relayed]).tolist())
 
@@ -109,7 +267,7 @@ class OuterTransfers:
 
 
 class LocalPlans:
-    """Keeps plans until they are dropped. Instructions go to `out`."""
+    """Stores plans until they are dropped; `ready` are the plans that can be used, which only this class changes."""
 
     def __init__(
         self,
@@ -117,81 +275,71 @@ class LocalPlans:
         workers: int,
         jobs: JobTable,
         epochs: LocalEpochs,
-        make_arenas: Callable[[WantedArenas], None],
-        out: Callable[[Instruction], None],
+        arenas: LocalArenas,
     ) -> None:
-        """`make_arenas` requests arenas or raises ArenaError; `constants_made` then receives the arena."""
         self._node = node
         self._workers = workers
         self._jobs = jobs
         self._epochs = epochs
-        self._make_arenas = make_arenas
-        self._out = out
-        self._plans: dict[str, NodePlan] = {}
+        self._arenas = arenas
+        self.ready: dict[str, NodePlan] = {}
         self._loading: dict[str, _Loading] = {}  # plans that cannot be used yet
         self._parts = KeptParts()
         self._unneeded: set[int] = set()  # arenas that were made after their plan was dropped
 
-    def get(self, plan: str) -> NodePlan | None:
-        """Return a plan that is ready for use, None otherwise."""
-        return self._plans.get(plan)
-
-    def load(self, asked: cluster.LoadPlan | cluster.LoadShare) -> None:
-        """Load a plan and keep it until it is dropped; form its epoch if it crosses nodes."""
-        self._unneeded |= self.drop(asked.plan)
+    def load(self, effects: Effects, message: cluster.LoadPlan) -> None:
+        """Load a plan; form its epoch if it crosses nodes."""
+        self._unneeded |= self.drop(effects, message.plan)
+        epoch = message.epoch.id if message.epoch is not None else ""
         try:
-            message = self._parts.unfolded(asked)
-            if isinstance(message, Missing):
-                self._lacks_parts(asked, message)
-                return
             found = self._parts.tables(message)
             if isinstance(found, Missing):
-                self._lacks_parts(asked, found)
+                effects.log("plan-parts-missing", plan=message.plan, missing=found.count, reason=found.reason)
+                effects.say(cluster.PlanLoaded(plan=message.plan, epoch=epoch, missing=found.count))
                 return
-            outer = self._outer(message, found)
+            outer = self._outer(found)
         except ValueError as exc:
-            self._plan_refused(asked, str(exc))
+            self._plan_refused(effects, message.plan, epoch, str(exc))
             return
-        members = dict(zip(message.ranks, message.members, strict=True))
-        fills, seeds = found.fills, frozenset(message.seeds)
-        loading = _Loading(message.plan, members, found.table, fills, outer, found.onward, seeds)
+        fills = found.fills
+        loading = _Loading(message.plan, found.members, found.table, fills, outer, found.onward, found.seeds)
         self._loading[message.plan] = loading
         if outer is not None:
             loading.missing.add("epoch")
-            self._epochs.join(message.plan, outer.epoch)
+            self._epochs.join(effects, message.plan, outer.epoch)
         if fills is not None:
             loading.missing.add("constants")
             data = constant_bytes(fills)
             wanted = ((len(data), f"fills of plan {message.plan}"),)
             try:
-                self._make_arenas(WantedArenas(0, 0, wanted, Constants(message.plan, loading, data)))
+                self._arenas.ask(effects, WantedArenas(0, 0, wanted, Constants(message.plan, loading, data)))
             except ArenaError as exc:
-                self._plan_refused(message, str(exc))
-        self._use_if_whole(loading)
+                self._plan_refused(effects, message.plan, epoch, str(exc))
+        self._use_if_whole(effects, loading)
 
-    def epoch_formed(self, plan: str, epoch: str) -> None:
-        """Note that the workers of all nodes have joined the plan's epoch."""
+    def epoch_formed(self, effects: Effects, plan: str, epoch: str) -> None:
+        """Handle that the workers of all nodes have joined the plan's epoch."""
         loading = self._loading.get(plan)
         if loading is not None and loading.epoch == epoch:
             loading.missing.discard("epoch")
-            self._use_if_whole(loading)
+            self._use_if_whole(effects, loading)
 
-    def constants_made(self, constants: Constants, arena: int) -> None:
-        """Store the arena of a plan's fill constants; free it if the plan has been dropped meanwhile."""
+    def constants_made(self, effects: Effects, constants: Constants, arena: int) -> None:
+        """Store the arena of a plan's fill constants; free the arena if the plan has since been dropped."""
         loading = self._loading.get(constants.plan)
         if loading is None or loading is not constants.loading:
             self._unneeded.add(arena)
             return
         loading.constants = arena
         loading.missing.discard("constants")
-        self._use_if_whole(loading)
+        self._use_if_whole(effects, loading)
 
-    def _use_if_whole(self, loading: _Loading) -> None:
+    def _use_if_whole(self, effects: Effects, loading: _Loading) -> None:
         if loading.missing:
             return
         plan = loading.plan
         del self._loading[plan]
-        self._plans[plan] = NodePlan(
+        self.ready[plan] = NodePlan(
             plan,
             loading.members,
             loading.table,
@@ -201,55 +349,40 @@ class LocalPlans:
             loading.onward,
             loading.seeds,
         )
-        self._say(cluster.PlanLoaded(plan=plan, epoch=loading.epoch))
+        effects.say(cluster.PlanLoaded(plan=plan, epoch=loading.epoch))
 
-    def _outer(self, message: cluster.LoadPlan, found: NodeTables) -> OuterTransfers | None:
+    def _outer(self, found: NodeTables) -> OuterTransfers | None:
         epoch, table = found.epoch, found.crossing
         if epoch is None:
             return None
         if self._node not in epoch.nodes or not 0 < epoch.lanes <= self._workers:
             raise ValueError(f"an epoch of nodes {epoch.nodes} with {epoch.lanes} lanes does not fit this node")
-        node_of = dict(zip(message.ranks, message.crossing_nodes, strict=True))
+        node_of = found.position
         used = {*np.unique(table.src_rank).tolist(), *np.unique(table.dst_rank).tolist()}
         if not all(0 <= node_of.get(rank, -1) < len(epoch.nodes) for rank in used):
             raise ValueError("a crossing row names a rank whose node is not in the epoch")
         return OuterTransfers(node_transfers(table, node_of, epoch.lanes), epoch.nodes.index(self._node), epoch)
 
-    def _lacks_parts(self, message: cluster.LoadPlan | cluster.LoadShare, missing: Missing) -> None:
-        self._log("plan-parts-missing", plan=message.plan, missing=missing.count, reason=missing.reason)
-        epoch = message.epoch.id if message.epoch is not None else ""
-        self._say(cluster.PartsMissing(plan=message.plan, epoch=epoch, missing=missing.count))
+    def _plan_refused(self, effects: Effects, plan: str, epoch: str, reason: str) -> None:
+        effects.log("bad-plan", plan=plan, reason=reason)
+        effects.say(cluster.PlanLoaded(plan=plan, epoch=epoch, where=f"node {self._node}", reason=reason))
 
-    def _plan_refused(self, message: cluster.LoadPlan | cluster.LoadShare, reason: str) -> None:
-        self._log("bad-plan", plan=message.plan, reason=reason)
-        epoch = message.epoch.id if message.epoch is not None else ""
-        where = f"node {self._node}"
-        self._say(cluster.PlanRefused(plan=message.plan, epoch=epoch, where=where, reason=reason))
-
-    def drop(self, plan_id: str) -> set[int]:
-        """Forget a plan and its jobs; return the arenas that are no longer needed."""
-        plan, loading = self._plans.pop(plan_id, None), self._loading.pop(plan_id, None)
-        self._jobs.drop_keys(lambda key: isinstance(key, tuple) and key[:2] == ("stage", plan_id))
+    def drop(self, effects: Effects, plan_id: str) -> set[int]:
+        """Drop a plan and its jobs; return the arenas that are no longer needed."""
+        plan, loading = self.ready.pop(plan_id, None), self._loading.pop(plan_id, None)
+        self._jobs.drop_keys(effects, "stage", plan_id)
         if loading is not None and loading.epoch:
             # its workers still wait for their peers; free them for the next epoch
-            self._epochs.leave(loading.epoch)
+            self._epochs.leave(effects, loading.epoch)
         if plan is not None and plan.outer is not None:
-            self._epochs.leave(plan.outer.epoch.id)
+            self._epochs.leave(effects, plan.outer.epoch.id)
         return {held.constants for held in (plan, loading) if held is not None and held.constants >= 0}
 
-    def drop_all(self) -> set[int]:
-        """Forget all plans: a new coordinator does not know them, and one that lost this node has dropped them."""
-        return {arena for plan in [*self._plans, *self._loading] for arena in self.drop(plan)}
+    def drop_all(self, effects: Effects) -> set[int]:
+        """Drop all plans: a new coordinator does not know them, and a coordinator that lost this node dropped them."""
+        return {arena for plan in [*self.ready, *self._loading] for arena in self.drop(effects, plan)}
 
     def unneeded(self) -> set[int]:
-        """Return, once, the arenas that are no longer needed."""
+        """Return the arenas that are no longer needed; each is returned once."""
         found, self._unneeded = self._unneeded, set()
         return found
-
-    # --- output -------------------------------------------------------------------------------------------
-
-    def _say(self, message: Message) -> None:
-        self._out(ToCoordinator(0, message))
-
-    def _log(self, event: str, **fields: object) -> None:
-        self._out(Log(event, fields))

@@ -1,9 +1,9 @@
-"""A timeline of this node's last swaps, recorded from the daemon's events and instructions without acting on them."""
+"""Record a timeline of this node's last swaps from the daemon's events and instructions."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from refitd.daemon.actions import (
@@ -17,15 +17,13 @@ from refitd.daemon.actions import (
     WorkerDied,
     WorkerSaid,
 )
-from refitd.daemon.clock import Alignment, CoordinatorClock
-from refitd.daemon.commits import Committing
+from refitd.daemon.coordinator_link import Alignment, CoordinatorClock
 from refitd.daemon.jobs import JobTable
 from refitd.daemon.members import LocalMember
-from refitd.protocol import cluster, control, local, sidecar
-from refitd.protocol.base import Message
-from refitd.protocol.traces import MAX_SPANS, CollectTrace, NodeTrace, TraceSpan
+from refitd.protocol import cluster, local, sidecar
+from refitd.protocol.reports import MAX_SPANS, GetTrace, NodeTrace, TraceSpan
 
-# Swaps, and loads of plans, that are kept.
+# Limit on stored swaps, and on stored loads of plans.
 MAX_SWAPS = 16
 
 # Limit on progress marks of one run; later progress extends the last mark.
@@ -63,54 +61,86 @@ class _SwapTimeline:
 
 
 class Timeline:
-    """Keeps the spans of the last MAX_SWAPS swaps."""
+    """Stores the spans of the last MAX_SWAPS swaps; it never acts on events."""
 
     def __init__(
         self,
         jobs: JobTable,
         members: Mapping[str, LocalMember],
-        pid_of: Callable[[int], int],
+        worker_pids: Mapping[int, int],
         clock: CoordinatorClock,
     ) -> None:
-        """`pid_of` returns a worker's pid, 0 if it has none."""
-        self._jobs, self._members, self._pid_of, self._clock = jobs, members, pid_of, clock
+        self._jobs, self._members, self._worker_pids, self._clock = jobs, members, worker_pids, clock
         self._swaps: OrderedDict[str, _SwapTimeline] = OrderedDict()
-        self._latest: str | None = None  # the swap to which digests belong
+        self._latest: str | None = None  # the swap that owns new digests
         self._runs: dict[_Key, tuple[str, int]] = {}  # open runs -> (swap, worker)
         self._plans: OrderedDict[str, tuple[float, float | None]] = OrderedDict()  # loads that no swap has used
         self._now = 0.0
 
     def watch(self, event: Event, instructions: Iterable[Instruction], now: float) -> None:
-        """Record what an event, and the instructions that the state returned for it, say about swaps."""
+        """Record the swaps' progress from an event and from the instructions that the state returned for it."""
         self._now = now
-        match event:
-            case CoordinatorSaid(message=message):
-                self._told(message)
-            case WorkerSaid(message=sidecar.RunProgress(run, nbytes)):
+        match event.message if isinstance(event, CoordinatorSaid | WorkerSaid) else event:
+            case sidecar.RunProgress(run, nbytes):
                 self._progressed((_JOB, run), nbytes)
-            case WorkerSaid(message=sidecar.RunDone() as done):
-                self._ran((_JOB, done.run), seconds=done.seconds, nbytes=done.bytes)
-            case WorkerSaid(message=sidecar.RunFailed(run, reason)):
+            case sidecar.RunDone(run, reason=reason) if reason:
                 self._ran((_JOB, run), note=reason)
-            case WorkerSaid(message=sidecar.DigestsTaken(run) | sidecar.SpansCompared(run)):
+            case sidecar.RunDone() as done:
+                self._ran((_JOB, done.run), seconds=done.seconds, nbytes=done.bytes)
+            case sidecar.SpansRead(run):
                 self._ran((_DIGESTS, run))
             case WorkerDied(worker):
                 self._ended_with(worker)
+            case cluster.LoadPlan(plan=plan):
+                self._plans[plan] = self._now, None
+                while len(self._plans) > MAX_SWAPS:
+                    self._plans.popitem(last=False)
+            case cluster.DigestRegions(swap=swap):
+                self._begin(swap)
+                self._open(swap, "regions", DAEMON, "compare sources")
+            case cluster.Stage(swap, plan):
+                self._begin(swap)
+                began, ended = self._plans.pop(plan, (0.0, None))
+                if ended is not None:
+                    self._swaps[swap].add(TraceSpan(DAEMON, "load plan", began, ended))
+                self._open(swap, "stage", DAEMON, "stage")
+            case local.Control(member, swap, "pause" | "commit" as what):
+                self._begin(swap)
+                self._open(swap, (what, member), f"controller {member[:200]}", what)
+            case cluster.Abort(swap) if (found := self._swaps.get(swap)) is not None:
+                for key in list(found.open):
+                    self._close(swap, key, "aborted")
+            case cluster.CheckMembers():
+                self._latest = None  # later digests belong to a verification, not to the swap
         for instruction in instructions:
-            match instruction:
+            match instruction.message if isinstance(instruction, ToCoordinator) else instruction:
                 case ToWorker(worker, sidecar.RunJob(_, run)):
                     self._runs_job(worker, run)
-                case ToWorker(worker, sidecar.TakeDigests(run) | sidecar.CompareSpans(run)) if self._latest:
+                case ToWorker(worker, sidecar.ReadSpans(run)) if self._latest:
                     self._begins(self._latest, (_DIGESTS, run), worker, "digests")
                 case RestartWorker(worker):
                     self._ended_with(worker)
-                case ToCoordinator(message=said):
-                    self._said(said)
+                case cluster.PlanLoaded(plan, reason="", missing=0) if plan in self._plans:
+                    self._plans[plan] = self._plans[plan][0], self._now
+                case cluster.RegionsDigested(swap=swap):
+                    self._close(swap, "regions")
+                case cluster.StageDone(swap=swap, bytes=nbytes, reason=reason):
+                    self._close(swap, "stage", reason, nbytes)
+                case local.CommitDone(swap, member, paused_s) if (found := self._swaps.get(swap)) is not None:
+                    self._close(swap, ("commit", member))
+                    since, who = self._now - paused_s, f"{self._name(member)}: pause"
+                    found.add(TraceSpan(who, "stands still", since, self._now))
+                    found.alignment = self._clock.alignment or found.alignment
+                case local.Controlled(member, swap, what, _, reason):
+                    self._close(swap, (what, member), reason)
+                case local.CommitFailed(swap, member, reason):
+                    self._close(swap, ("pause", member), reason)
+                    self._close(swap, ("commit", member), reason)
                 case ToClient(message=local.PrepareCommit(swap, member)):
                     self._open(swap, ("commit", member), self._name(member), "commit")
 
-    def part(self, asked: CollectTrace, node: str, host: str, now: float) -> NodeTrace:
-        """Return this node's part of a swap's trace; it has no spans if the swap is no longer kept."""
+    def part(self, asked: GetTrace, node: str, host: str, now: float) -> NodeTrace:
+        """Return this node's section of a swap's trace; it has no spans if the swap is no longer stored."""
         found = self._swaps.get(asked.swap) or _SwapTimeline()
         unended = [TraceSpan(one.who, one.name, one.began, now, is_open=True) for one in found.open.values()]
         kept = (*found.spans, *unended)
@@ -126,59 +156,6 @@ class Timeline:
         )
 
     # --- events -------------------------------------------------------------------------------------------
-
-    def _told(self, message: cluster.CoordinatorMessage) -> None:
-        match message:
-            case cluster.LoadPlan(plan=plan) | cluster.LoadShare(plan=plan):
-                self._plans[plan] = self._now, None
-                while len(self._plans) > MAX_SWAPS:
-                    self._plans.popitem(last=False)
-            case cluster.DigestRegions(swap=swap):
-                self._begin(swap)
-                self._open(swap, "regions", DAEMON, "compare sources")
-            case cluster.Stage(swap, plan):
-                self._begin(swap)
-                began, ended = self._plans.pop(plan, (0.0, None))
-                if ended is not None:
-                    self._swaps[swap].add(TraceSpan(DAEMON, "load plan", began, ended))
-                self._open(swap, "stage", DAEMON, "stage")
-            case cluster.StageSpare(swap):
-                self._begin(swap)
-                self._open(swap, "stage", DAEMON, "take the other arena")
-            case cluster.Pause(swap, _, members):
-                self._begin(swap)
-                for member in members:
-                    self._open(swap, ("pause", member), self._name(member), "asked to stand still")
-            case control.Control(member, swap, "pause" | "commit" as what):
-                self._begin(swap)
-                self._open(swap, (what, member), f"controller {member[:200]}", what)
-            case cluster.Abort(swap) if (found := self._swaps.get(swap)) is not None:
-                for key in list(found.open):
-                    self._close(swap, key, "aborted")
-            case cluster.CheckMembers():
-                self._latest = None  # later digests belong to a verification, not to the swap
-
-    def _said(self, message: Message) -> None:
-        match message:
-            case cluster.PlanLoaded(plan) if plan in self._plans:
-                self._plans[plan] = self._plans[plan][0], self._now
-            case cluster.RegionsDigested(swap=swap):
-                self._close(swap, "regions")
-            case cluster.StageDone(swap=swap, bytes=nbytes):
-                self._close(swap, "stage", nbytes=nbytes)
-            case cluster.StageFailed(swap, _, reason):
-                self._close(swap, "stage", reason)
-            case cluster.MemberQuiet(swap, member):
-                self._close(swap, ("pause", member))
-            case cluster.MemberCommitted(swap, member, paused_s) if (found := self._swaps.get(swap)) is not None:
-                self._close(swap, ("commit", member))
-                found.add(TraceSpan(f"{self._name(member)}: pause", "stands still", self._now - paused_s, self._now))
-                self._aligned(found)
-            case control.Controlled(member, swap, what, _, reason):
-                self._close(swap, (what, member), reason)
-            case cluster.MemberCommitFailed(swap, member, reason):
-                self._close(swap, ("pause", member), reason)
-                self._close(swap, ("commit", member), reason)
 
     def _begin(self, swap: str) -> None:
         self._latest = swap
@@ -196,23 +173,18 @@ class Timeline:
         found = self._swaps.get(swap)
         if found is not None and (one := found.open.pop(key, None)) is not None:
             found.add(TraceSpan(one.who, one.name, one.began, self._now, nbytes, note=note[:200]))
-            self._aligned(found)
-
-    def _aligned(self, found: _SwapTimeline) -> None:
-        """Keep the most accurate clock alignment of the swap's duration."""
-        found.alignment = self._clock.alignment or found.alignment
+            # the most accurate alignment of the clocks during the swap
+            found.alignment = self._clock.alignment or found.alignment
 
     # --- runs of workers ----------------------------------------------------------------------------------
 
     def _runs_job(self, worker: int, number: int) -> None:
-        run = self._jobs.run(number)
+        run = self._jobs.runs.get(number)
         swap = getattr(run.purpose, "swap", None) if run is not None else None
         if run is None or swap is None:
             return
         what = "copy"
-        if isinstance(run.purpose, Committing):
-            what = "copy into live tensors"
-        elif run.crosses:
+        if run.crosses:
             what = "exchange with other nodes"
         elif run.converts:
             what = "convert"
@@ -220,7 +192,7 @@ class Timeline:
 
     def _begins(self, swap: str, run: _Key, worker: int, name: str) -> None:
         if swap in self._swaps:
-            pid = self._pid_of(worker)
+            pid = self._worker_pids.get(worker)
             self._runs[run] = swap, worker
             self._open(swap, run, f"worker {worker} (pid {pid})" if pid else f"worker {worker}", name)
 
@@ -231,7 +203,7 @@ class Timeline:
             found.chunks.append((self._now, nbytes))
 
     def _ran(self, run: _Key, *, seconds: float | None = None, nbytes: int = 0, note: str = "") -> None:
-        """End a run; `seconds` is its own duration by the worker, without the wait for the worker's earlier runs."""
+        """End a run; `seconds` is its duration as the worker measured it, without the wait for earlier runs."""
         at = self._runs.pop(run, None)
         one = self._swaps[at[0]].open.pop(run, None) if at is not None else None
         if at is None or one is None:
@@ -253,5 +225,5 @@ class Timeline:
         found = self._members.get(member)
         if found is None:
             return member[:200]
-        replica = found.replica or "source"
-        return f"{replica[:200]} rank {found.registration.rank} (pid {found.pid})"
+        replica = found.registration.replica or "source"
+        return f"{replica[:200]} rank {found.registration.request.rank} (pid {found.registration.pid})"

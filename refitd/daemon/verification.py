@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import xxhash
 
 from refitd.addressing.places import Places
-from refitd.daemon.actions import Instruction, ToClient, ToCoordinator
+from refitd.commit.target_state import Live, Step
+from refitd.daemon.comparisons import SeedProofs, proven
 from refitd.daemon.digest_work import BlockWork, DigestQueue, Priority
+from refitd.daemon.effects import Effects, Introduced, RetainedCompared
 from refitd.daemon.members import LocalMember, Proof
-from refitd.daemon.seed_proofs import SeedProofs
-from refitd.daemon.target_state import Live, Step
-from refitd.events import Log
 from refitd.protocol import cluster, local
 from refitd.protocol.base import clipped
 from refitd.protocol.reports import Difference
 from refitd.states import ProofState
 
-# differences located and listed for each rank
+# limit on the differences that are located and listed for each rank
 MAX_DIFFERENCES = 16
-# how often a check is restarted because another version was committed meanwhile
+# limit on the attempts of a check: each commit during the check restarts it
 ATTEMPTS = 4
 # limit on checks under way
 MAX_ASKED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ReturningRank:
+    """A registration that waits for the comparison of its retained arena."""
+
+    session: int
+    request: int
+    about: Introduced
 
 
 @dataclass(slots=True)
@@ -36,12 +43,12 @@ class _RequestedCheck:
     deadline: float
     timeout_s: float
     left: set[str]
-    tell: Callable[[cluster.MemberChecked], None]
+    asker: str | ReturningRank  # the coordinator's name of the check, or the registration
 
 
 @dataclass(slots=True)
 class _MemberCheck:
-    """The check of one member. Requests that arrive during it wait for a second check that follows."""
+    """The check of one member. Requests that arrive during a check wait for the next check."""
 
     member: str
     number: int
@@ -56,130 +63,135 @@ class _MemberCheck:
 class Proofs:
     """Digests committed versions in the background, and checks live tensors on request.
 
-    The digests cover the staging arena, whose content was compared with the sources when it was staged. For a rank that
-    flips or is written in place they cover the live tensors, directly after the commit. Workers compute them, and also
-    read live tensors in arenas; a process's own tensors are read by its client. Instructions go to `out`.
+    The digests are computed from the staging arena, which was compared with the sources during staging. For a rank
+    that flips or is written in place, they are computed from the live tensors directly after the commit. Workers
+    compute the digests and read live tensors in arenas; tensors in a process's own memory are read by its client.
     """
 
     def __init__(
         self,
         members: dict[str, LocalMember],
         queue: DigestQueue,
-        out: Callable[[Instruction], None],
     ) -> None:
         self._members = members
         self._queue = queue
-        self._out = out
-        self._next = itertools.count(1).__next__
+        self._numbers = 0
         self._checks: dict[str, _MemberCheck] = {}
-        self._asked: list[_RequestedCheck] = []
+        self.asked: list[_RequestedCheck] = []
         self._later: set[str] = set()  # members whose digests are due at the next tick
-        self.seeds = SeedProofs(members, queue, self, self._log)
+        self.seeds = SeedProofs(members, queue, self)
 
     # --- members commit and leave -------------------------------------------------------------------------
 
-    def committed(self, member: LocalMember) -> None:
-        """The member has committed its staging arena: schedule its digests, and restart a check under way."""
-        if not member.flips or member.proof is None or member.proof.version != member.state.version:
-            member.proof = None  # a version that goes live again by an exchange keeps its first digests
+    def committed(self, effects: Effects, member: LocalMember) -> None:
+        """Handle a member's commit: schedule its digests, and restart its check if one is under way."""
+        proof = member.proofs.live
+        if not member.registration.flips or proof is None or proof.version != member.state.version:
+            # if an exchange makes a version live again, its first digests remain valid
+            member.proofs = replace(member.proofs, live=None)
         self._queue.drop_blocks(member.id)
-        if member.proof is not None:
+        if member.proofs.live is not None:
             pass
-        elif member.verifies and member.is_proven_live:
-            # the engine may change tensors that were written in place: digest them at once
-            self._take_stored(member, Priority.ASKED)
-        elif member.verifies:
-            self._later.add(member.id)  # for very many tensors this takes long, and must not delay the end of the swap
+        elif member.proofs.verifies and member.registration.is_proven_live:
+            # the engine may change these live tensors, so digest them first
+            self._take_stored(effects, member, Priority.ASKED)
+        elif member.proofs.verifies:
+            self._later.add(member.id)  # slow for very many tensors; must not delay the end of the swap
         check = self._checks.get(member.id)
-        if check is not None and (member.is_read_by_workers or check.phase != "live"):
-            self._again(check)  # for tensors that the client reads, the client itself reports changes
+        if check is not None and (member.registration.is_read_by_workers or check.phase != "live"):
+            self._again(effects, check)  # if the client reads the tensors, the client reports changes
 
-    def restored(self, member: LocalMember) -> None:
-        """The member restored its predecessor's staging arena; digests taken of that version remain valid."""
-        if member.proof is None:
-            self.committed(member)
+    def restored(self, effects: Effects, member: LocalMember) -> None:
+        """Handle a member that restored its predecessor's version; existing digests of that version remain valid."""
+        if member.proofs.live is None:
+            self.committed(effects, member)
 
-    def left(self, member: LocalMember, reason: str) -> None:
-        """Drop the work of a member that has gone, and answer its checks."""
+    def left(self, effects: Effects, member: LocalMember, reason: str) -> None:
+        """Drop the work of a member that has left, and answer its checks."""
         self.seeds.left(member)
         check = self._checks.pop(member.id, None)
         if check is not None:
             for asked in [*check.asked, *check.later]:
                 self._tell(
-                    asked, cluster.MemberChecked(member=member.id, state=ProofState.UNKNOWN, reason=clipped(reason))
+                    effects,
+                    asked,
+                    cluster.MemberChecked(member=member.id, state=ProofState.UNKNOWN, reason=clipped(reason)),
                 )
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    def check(self, message: cluster.CheckMembers, now: float) -> None:
-        """Start checks of members; each is answered as soon as it is done, the rest at the deadline."""
-
-        def tell(report: cluster.MemberChecked) -> None:
-            self._out(ToCoordinator(0, cluster.MembersChecked(check=message.check, members=(report,))))
-
-        asked = _RequestedCheck(now + message.timeout_s, message.timeout_s, set(message.members), tell)
-        if len(self._asked) >= MAX_ASKED:
-            self._expire(asked, f"node {self._queue.node} has {MAX_ASKED} checks under way already")
+    def check(self, effects: Effects, message: cluster.CheckMembers) -> None:
+        """Start checks of members. Each is answered when it is done; late ones are answered at the deadline."""
+        deadline = effects.now + message.timeout_s
+        asked = _RequestedCheck(deadline, message.timeout_s, set(message.members), message.check)
+        if len(self.asked) >= MAX_ASKED:
+            self._expire(effects, asked, f"node {self._queue.node} has {MAX_ASKED} checks under way already")
             return
-        self._asked.append(asked)
+        self.asked.append(asked)
         for member_id in sorted(asked.left):
             member = self._members.get(member_id)
-            if member is None or member.is_source:
+            if member is None or member.registration.is_source:
                 gone = f"it is not registered on node {self._queue.node} any more"
-                self._tell(asked, cluster.MemberChecked(member=member_id, state=ProofState.UNKNOWN, reason=gone))
+                self._tell(
+                    effects, asked, cluster.MemberChecked(member=member_id, state=ProofState.UNKNOWN, reason=gone)
+                )
             elif (check := self._checks.get(member_id)) is not None:
                 check.later.append(asked)
             else:
-                self._begin(member, [asked])
+                self._begin(effects, member, [asked])
 
-    def check_retained(
-        self, member: LocalMember, now: float, timeout_s: float, tell: Callable[[cluster.MemberChecked], None]
-    ) -> None:
-        """Compare the retained arena of a rank that returns with its digests; take these first if they are missing."""
+    def check_retained(self, effects: Effects, member: LocalMember, timeout_s: float, asker: ReturningRank) -> None:
+        """Compare the retained arena of a returning rank with its digests.
+
+        If the version has no digests yet, the result becomes its digests. A `RetainedCompared` note follows.
+        """
         assert member.state.holds is not None
-        asked = _RequestedCheck(now + timeout_s, timeout_s, {member.id}, tell)
-        self._asked.append(asked)
+        asked = _RequestedCheck(effects.now + timeout_s, timeout_s, {member.id}, asker)
+        self.asked.append(asked)
         check = _MemberCheck(member.id, self._next(), member.state.holds, [asked], phase="live")
         self._checks[member.id] = check
         places = member.held_places()
-        if member.content:
-            places = places.at_offsets(member.content)
-        self._read(member, "live", check.version, places)
+        if member.memory.content:
+            places = places.at_offsets(member.memory.content)
+        self._read(effects, member, "live", check.version, places)
 
     def is_checking(self, member: LocalMember) -> bool:
         """Whether a check of this member is under way."""
         return member.id in self._checks
 
     def can_judge(self, member: LocalMember) -> bool:
-        """Whether a rank's tensors can be compared later: their digests are known, or being taken."""
-        if not member.verifies or (member.proof is not None and member.proof.version == member.state.holds):
+        """Whether a rank's tensors can be compared later: their digests are known or being computed."""
+        known = member.proofs.live
+        if not member.proofs.verifies or (known is not None and known.version == member.state.holds):
             return True
         if member.state.step is Step.RESTORING:
-            return self.is_checking(member)  # until that has ended its process cannot write it
+            return self.is_checking(member)  # the member's process cannot write the arena before this check ends
         return bool(self._queue.begun(member.id, "stored"))
 
     @property
     def next_deadline(self) -> float | None:
-        """When `expire` is next needed; None while no check runs."""
-        return min((asked.deadline for asked in self._asked), default=None)
+        """The time at which `expire` must next be called; None while no check runs."""
+        return min((asked.deadline for asked in self.asked), default=None)
 
-    def expire(self, now: float) -> None:
-        """Answer the checks past their deadline, naming what is late."""
-        late = [asked for asked in self._asked if now >= asked.deadline]
-        self._asked = [asked for asked in self._asked if now < asked.deadline]
+    def expire(self, effects: Effects) -> None:
+        """Answer the checks past their deadline; the answer names the process that is late."""
+        late = [asked for asked in self.asked if effects.now >= asked.deadline]
+        self.asked = [asked for asked in self.asked if effects.now < asked.deadline]
         for asked in late:
-            self._expire(asked)
+            self._expire(effects, asked)
 
-    def tick(self) -> None:
+    def tick(self, effects: Effects) -> None:
         """Start the background work that waited for a tick."""
         for member_id in sorted(self._later):
             member = self._members.get(member_id)
             begun = self._queue.begun(member_id, "stored")
-            if member is not None and not begun and member.proof is None and member.state.holds == member.state.version:
-                self._take_stored(member, Priority.BACKGROUND)
+            if member is None or begun or member.proofs.live is not None:
+                continue
+            if member.state.holds == member.state.version:
+                self._take_stored(effects, member, Priority.BACKGROUND)
         self._later.clear()
 
-    def _expire(self, asked: _RequestedCheck, reason: str = "") -> None:
+    def _expire(self, effects: Effects, asked: _RequestedCheck, reason: str = "") -> None:
         for member_id in sorted(asked.left):
             check, member = self._checks.get(member_id), self._members.get(member_id)
             if check is not None:
@@ -188,44 +200,47 @@ class Proofs:
             late = reason or self._late(check, member, asked.timeout_s)
             version = member.state.version if member is not None else None
             self._tell(
-                asked, cluster.MemberChecked(member=member_id, state=ProofState.UNKNOWN, version=version, reason=late)
+                effects,
+                asked,
+                cluster.MemberChecked(member=member_id, state=ProofState.UNKNOWN, version=version, reason=late),
             )
 
     def _late(self, check: _MemberCheck | None, member: LocalMember | None, timeout_s: float) -> str:
         within = f"within {timeout_s:.1f} s"
-        if check is not None and member is not None and check.phase != "stored" and not member.is_read_by_workers:
+        r = member.registration if member is not None else None
+        if check is not None and r is not None and check.phase != "stored" and not r.is_read_by_workers:
             return (
-                f"its process (pid {member.pid} on node {self._queue.node}) has not read its tensors {within}: it is "
+                f"its process (pid {r.pid} on node {self._queue.node}) has not read its tensors {within}: it is "
                 "stopped, or too busy; look at it"
             )
         what = "its staging arena" if check is None or check.phase == "stored" else "its live tensors"
         who = f"the workers of node {self._queue.node}"
         return f"{who} have not read {what} {within}; they are stopped, or busy with a swap"
 
-    def _begin(self, member: LocalMember, asked: list[_RequestedCheck]) -> None:
+    def _begin(self, effects: Effects, member: LocalMember, asked: list[_RequestedCheck]) -> None:
         check = _MemberCheck(member.id, self._next(), -1, asked)
         self._checks[member.id] = check
-        self._start(check, member)
+        self._start(effects, check, member)
 
-    def _start(self, check: _MemberCheck, member: LocalMember) -> None:
+    def _start(self, effects: Effects, check: _MemberCheck, member: LocalMember) -> None:
         if obstacle := self._obstacle(member):
-            self._end(check, ProofState.UNKNOWN, obstacle)
+            self._end(effects, check, ProofState.UNKNOWN, obstacle)
             return
         assert member.state.version is not None
         check.version = member.state.version
-        if member.proof is not None:
-            self._read_live(check, member)
+        if member.proofs.live is not None:
+            self._read_live(effects, check, member)
             return
         check.phase = "stored"
         begun = self._queue.begun(member.id, "stored")
         for work in begun:
             work.priority = max(work.priority, Priority.ASKED)
-        if not begun and not member.is_proven_live:
-            self._take_stored(member, Priority.ASKED)
+        if not begun and not member.registration.is_proven_live:
+            self._take_stored(effects, member, Priority.ASKED)
         elif not begun:
-            # its live tensors may have changed since; their digest would prove nothing
+            # its live tensors may have changed since the commit, so a digest computed now is no proof
             reason = f"the digest of version {member.state.version} could not be taken after it was written; swap again"
-            self._end(check, ProofState.UNKNOWN, reason)
+            self._end(effects, check, ProofState.UNKNOWN, reason)
 
     def _obstacle(self, member: LocalMember) -> str:
         """Return why a member cannot be checked, "" if it can."""
@@ -233,12 +248,12 @@ class Proofs:
             return "it serves nothing"
         if member.state.live.is_fenced:
             return f"it serves nothing at present: it is fenced ({member.state.reason})"
-        if not member.verifies:
-            model = member.registration.model
+        if not member.proofs.verifies:
+            model = member.registration.request.model
             return f"[models.{model}] verify is false in the coordinator's configuration: no digests are taken"
         if member.state.live is Live.WRITTEN:
             return f"swap {member.state.swap} is writing it in place"
-        if member.proof is not None and member.proof.version == member.state.version:
+        if member.proofs.live is not None and member.proofs.live.version == member.state.version:
             return ""
         if member.state.holds != member.state.version:
             return (
@@ -247,7 +262,7 @@ class Proofs:
             )
         return ""
 
-    def _again(self, check: _MemberCheck) -> None:
+    def _again(self, effects: Effects, check: _MemberCheck) -> None:
         """Restart a check: the tensors changed while it ran."""
         check.attempts += 1
         check.number = self._next()
@@ -256,18 +271,23 @@ class Proofs:
         member = self._members.get(check.member)
         if member is None or check.attempts > ATTEMPTS:
             reason = f"versions were staged or taken over {check.attempts - 1} times while it was read; ask again"
-            self._end(check, ProofState.UNKNOWN, reason)
+            self._end(effects, check, ProofState.UNKNOWN, reason)
         else:
-            self._start(check, member)
+            self._start(effects, check, member)
+
+    def _next(self) -> int:
+        self._numbers += 1
+        return self._numbers
 
     # --- steps of a check ---------------------------------------------------------------------------------
 
-    def _take_stored(self, member: LocalMember, priority: Priority) -> None:
+    def _take_stored(self, effects: Effects, member: LocalMember, priority: Priority) -> None:
         if member.state.holds is not None:
-            self._read(member, "stored", member.state.holds, member.decided_places(), priority)
+            self._read(effects, member, "stored", member.state.holds, member.decided_places(), priority)
 
     def _read(
         self,
+        effects: Effects,
         member: LocalMember,
         what: Literal["stored", "live", "compare"],
         version: int,
@@ -288,64 +308,74 @@ class Proofs:
             chosen=chosen,
             priority=priority,
         )
-        self._queue.add_blocks(work)
+        self._queue.add_blocks(effects, work)
 
-    def _read_live(self, check: _MemberCheck, member: LocalMember) -> None:
+    def _read_live(self, effects: Effects, check: _MemberCheck, member: LocalMember) -> None:
         check.phase = "live"
-        if member.is_read_by_workers:
-            self._read(member, "live", check.version, member.live)
+        if member.registration.is_read_by_workers:
+            self._read(effects, member, "live", check.version, member.registration.live)
         elif member.session is not None:
-            message = local.DigestLive(
+            message = local.CheckLive(
                 member=member.id, check=check.number, steps=tuple(self._queue.blocks_of(member).steps.tolist())
             )
-            self._out(ToClient(member.session, 0, message))
+            effects.tell(member.session, 0, message)
 
-    def _live_read(self, check: _MemberCheck, digests: bytes) -> None:
+    def _live_read(self, effects: Effects, check: _MemberCheck, digests: bytes) -> None:
         member = self._members[check.member]
         state = member.state
         restores = state.step is Step.RESTORING
-        if restores and member.proof is None:
-            member.proof = Proof(check.version, digests)  # nobody can have written it since its process ended
-        proof, holds = member.proof, state.holds if restores else state.version
+        if restores and member.proofs.live is None:  # unchanged since its process ended
+            member.proofs = replace(member.proofs, live=Proof(check.version, digests))
+        proof, holds = member.proofs.live, state.holds if restores else state.version
         if proof is None or not proof.version == holds == check.version or state.live is Live.WRITTEN:
-            self._again(check)
+            self._again(effects, check)
             return
         if len(digests) != len(proof.digests):
-            self._end(check, ProofState.UNKNOWN, f"{len(digests)} bytes of digests came, expected {len(proof.digests)}")
+            self._end(
+                effects,
+                check,
+                ProofState.UNKNOWN,
+                f"{len(digests)} bytes of digests came, expected {len(proof.digests)}",
+            )
             return
         blocks = self._queue.blocks_of(member)
         check.differing = blocks.differing(digests, proof.digests, range(len(blocks)))
         if not check.differing:
-            self._end(check, ProofState.PROVEN)
-        elif member.is_read_by_workers and member.state.step.is_decided:
+            self._end(effects, check, ProofState.PROVEN)
+        elif member.registration.is_read_by_workers and member.state.step.is_decided:
             self._end(
-                check, ProofState.UNKNOWN, "the workers may be writing another version into its tensors; ask again"
+                effects,
+                check,
+                ProofState.UNKNOWN,
+                "its commit may be writing another version into its tensors; ask again",
             )
-        elif member.state.holds != check.version or member.is_proven_live:
-            self._differs(check, [])
+        elif member.state.holds != check.version or member.registration.is_proven_live:
+            self._differs(effects, check, [])
         else:
-            self._locate(check, member)
+            self._locate(effects, check, member)
 
-    def _locate(self, check: _MemberCheck, member: LocalMember) -> None:
+    def _locate(self, effects: Effects, check: _MemberCheck, member: LocalMember) -> None:
         check.phase = "compare"
         located = check.differing[:MAX_DIFFERENCES]
-        if member.live:
-            self._read(member, "compare", check.version, member.live, others=member.held_places(), chosen=located)
+        if live := member.registration.live:
+            self._read(effects, member, "compare", check.version, live, others=member.held_places(), chosen=located)
         elif member.session is not None:
             blocks = self._queue.blocks_of(member)
             columns = (column[located].tolist() for column in (blocks.tensor, blocks.first, blocks.count))
             wanted = tuple(zip(*columns, strict=True))
-            message = local.CompareLive(member=member.id, check=check.number, blocks=wanted)
-            self._out(ToClient(member.session, 0, message))
+            message = local.CheckLive(member=member.id, check=check.number, blocks=wanted)
+            effects.tell(member.session, 0, message)
 
-    def _located(self, check: _MemberCheck, found: list[tuple[int, int, int]]) -> None:
+    def _located(self, effects: Effects, check: _MemberCheck, found: list[tuple[int, int, int]]) -> None:
         member = self._members[check.member]
-        # the staging arena locates the differences only if it still holds this version
+        # the staging arena can locate differences only while it still holds this version
         state = member.state
-        valid = state.holds == check.version == state.version and not (member.live and state.step.is_decided)
-        self._differs(check, found if valid else [])
+        valid = state.holds == check.version == state.version and not (
+            member.registration.live and state.step.is_decided
+        )
+        self._differs(effects, check, found if valid else [])
 
-    def _differs(self, check: _MemberCheck, found: list[tuple[int, int, int]]) -> None:
+    def _differs(self, effects: Effects, check: _MemberCheck, found: list[tuple[int, int, int]]) -> None:
         blocks = self._queue.blocks_of(self._members[check.member])
         differences = tuple(
             blocks.difference(block, found[i] if i < len(found) else None)
@@ -353,116 +383,118 @@ class Proofs:
         )
         names = len(set(blocks.tensor[check.differing].tolist()))
         reason = f"{len(check.differing)} blocks of {names} tensors are not those of version {check.version}"
-        self._log("differs", member=check.member, version=check.version, blocks=len(check.differing))
-        self._end(check, ProofState.DIFFERS, reason, differences)
+        effects.log("differs", member=check.member, version=check.version, blocks=len(check.differing))
+        self._end(effects, check, ProofState.DIFFERS, reason, differences)
 
     def _end(
         self,
+        effects: Effects,
         check: _MemberCheck,
         state: ProofState,
         reason: str = "",
         differences: tuple[Difference, ...] = (),
     ) -> None:
         member = self._members.get(check.member)
-        known = member is not None and member.proof is not None and state != ProofState.UNKNOWN
+        known = member.proofs.live if member is not None and state != ProofState.UNKNOWN else None
         serves = member.state.version if member is not None and not member.state.live.is_fenced else None
         report = cluster.MemberChecked(
             member=check.member,
             state=state,
             version=check.version if state != ProofState.UNKNOWN else serves,
             reason=clipped(reason),
-            bytes=self._queue.blocks_of(member).nbytes if member is not None and known else 0,
-            digest=xxhash.xxh3_128_hexdigest(member.proof.digests) if member and member.proof and known else "",
-            form=member.form if member is not None else "",
+            bytes=self._queue.blocks_of(member).nbytes if member is not None and known is not None else 0,
+            digest=xxhash.xxh3_128_hexdigest(known.digests) if known is not None else "",
+            form=member.registration.form if member is not None else "",
             blocks=len(check.differing) if state == ProofState.DIFFERS else 0,
             differences=differences,
             run=member.state.run if member is not None else "",
         )
         self._checks.pop(check.member, None)
         for asked in check.asked if member is not None else [*check.asked, *check.later]:
-            self._tell(asked, report)
+            self._tell(effects, asked, report)
         if check.later and member is not None:
-            self._begin(member, check.later)
+            self._begin(effects, member, check.later)
 
-    def _tell(self, asked: _RequestedCheck, report: cluster.MemberChecked) -> None:
+    def _tell(self, effects: Effects, asked: _RequestedCheck, report: cluster.MemberChecked) -> None:
         asked.left.discard(report.member)
         if not asked.left:
-            self._asked = [a for a in self._asked if a is not asked]
-        asked.tell(report)
+            self.asked = [a for a in self.asked if a is not asked]
+        if isinstance(asked.asker, str):
+            effects.say(cluster.MembersChecked(check=asked.asker, members=(report,)))
+        else:
+            returns = asked.asker
+            effects.notes.append(RetainedCompared(returns.session, returns.request, returns.about, report))
 
     # --- clients ------------------------------------------------------------------------------------------
 
-    def client_said(self, member: LocalMember, message: local.LiveDigests | local.LiveCompared) -> None:
+    def client_said(self, effects: Effects, member: LocalMember, message: local.LiveChecked) -> None:
         """Handle a client's message about its live tensors."""
         check = self._checks.get(member.id)
         if check is None or check.number != message.check:
             return
         match message:
-            case local.LiveDigests(_, _, _, _, True):
-                self._again(check)
-            case local.LiveDigests(_, _, _, reason) if reason and check.phase == "live":
-                self._end(check, ProofState.UNKNOWN, reason)
-            case local.LiveDigests(_, _, digests) if check.phase == "live":
-                self._live_read(check, digests)
-            case local.LiveCompared(_, _, found) if check.phase == "compare":
-                self._located(check, list(found))
+            case local.LiveChecked(again=True) if check.phase == "live":
+                self._again(effects, check)
+            case local.LiveChecked(reason=reason) if reason and check.phase == "live":
+                self._end(effects, check, ProofState.UNKNOWN, reason)
+            case local.LiveChecked(digests=digests) if check.phase == "live":
+                self._live_read(effects, check, digests)
+            case local.LiveChecked(found=found) if check.phase == "compare":
+                self._located(effects, check, list(found))
             case _:
                 pass
 
-    # --- what the queue asks and tells (WorkOwner) -------------------------------------------------------
+    # --- callbacks of the digest queue (WorkOwner) -------------------------------------------------------
 
     def is_wanted(self, work: BlockWork) -> bool:
-        """Return whether the tensors to be read still hold this version."""
+        """Return whether the tensors to read still hold this version."""
         member = self._members.get(work.member)
         return member is not None and (work.what == "live" or member.state.holds == work.version)
 
-    def unwanted(self, work: BlockWork) -> None:
+    def unwanted(self, effects: Effects, work: BlockWork) -> None:
         """End or restart the check of a version that the staging arena no longer holds."""
         if work.what == "seed":
-            work.then(f"it serves version {work.version} no longer")
+            proven(effects, work, f"it serves version {work.version} no longer")
         elif work.what == "stored":
-            self.seeds.taken(work.member)
+            self.seeds.taken(effects, work.member)
         check = self._check_of(work)
         if check is not None and work.what == "compare":
-            self._differs(check, [])
+            self._differs(effects, check, [])
         elif check is not None:
-            self._again(check)
+            self._again(effects, check)
 
-    def done(self, work: BlockWork) -> None:
+    def done(self, effects: Effects, work: BlockWork) -> None:
         """Continue with the checks that waited for this result."""
         member, check = self._members[work.member], self._check_of(work)
         match work.what:
             case "seed":
-                self.seeds.read(work, member)
+                self.seeds.read(effects, work, member)
             case "stored":
-                member.proof = Proof(work.version, work.digests)
-                self._log("digests", member=member.id, version=work.version, blocks=len(work.blocks))
-                self.seeds.taken(member.id)
+                member.proofs = replace(member.proofs, live=Proof(work.version, work.digests))
+                effects.log("digests", member=member.id, version=work.version, blocks=len(work.blocks))
+                self.seeds.taken(effects, member.id)
                 if check is not None:
-                    self._start(check, member)
+                    self._start(effects, check, member)
             case "live" if check is not None:
-                self._live_read(check, work.digests)
+                self._live_read(effects, check, work.digests)
             case "compare" if check is not None:
-                self._located(check, [found for each in work.found if isinstance(each, tuple) for found in each])
+                self._located(
+                    effects, check, [found for each in work.found if isinstance(each, tuple) for found in each]
+                )
 
-    def failed(self, work: BlockWork, reason: str) -> None:
-        """Answer the checks that waited for this result with the reason why there is none."""
-        self._log("digests-failed", member=work.member, what=work.what, reason=reason)
+    def failed(self, effects: Effects, work: BlockWork, reason: str) -> None:
+        """Answer the checks that waited for this result with the failure."""
+        effects.log("digests-failed", member=work.member, what=work.what, reason=reason)
         if work.what == "seed":
-            work.then(reason)
+            proven(effects, work, reason)
         elif work.what == "stored":
-            self.seeds.taken(work.member)
+            self.seeds.taken(effects, work.member)
         check = self._check_of(work)
         if check is not None and work.what == "compare":
-            self._differs(check, [])
+            self._differs(effects, check, [])
         elif check is not None:
-            self._end(check, ProofState.UNKNOWN, reason)
+            self._end(effects, check, ProofState.UNKNOWN, reason)
 
     def _check_of(self, work: BlockWork) -> _MemberCheck | None:
         check = self._checks.get(work.member)
         return check if check is not None and check.phase == work.what else None
-
-    # --- details ------------------------------------------------------------------------------------------
-
-    def _log(self, event: str, **fields: object) -> None:
-        self._out(Log(event, fields))

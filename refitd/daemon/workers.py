@@ -1,4 +1,4 @@
-"""The daemon's worker processes: started, sent messages without blocking, watched, replaced."""
+"""The daemon's worker processes: start them, send to them without blocking, replace dead ones."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from refitd.buffers import handoff
-from refitd.daemon.coordinator_process import pause_s
+from refitd.daemon.coordinator import pause_s
 from refitd.errors import PeerLost, RefitdError
 from refitd.protocol import sidecar
 from refitd.protocol.base import Message
 from refitd.protocol.codec import Decoder, encode
 
-# A worker that dies this often in a row, each time this soon after its start, is restarted only after a pause.
+# If a worker dies this often in a row, each time this soon after its start, it is restarted after a pause.
 MAX_QUICK_DEATHS = 5
 _QUICK_S = 2.0
 
@@ -32,32 +32,34 @@ class _Process:
     socket: socket.socket
     started: float
     outbox: deque[tuple[bytes, tuple[int, ...]]] = field(default_factory=deque)
+    awaits_room: bool = False  # polling reports when its socket has room for the outbox
     lost: bool = False
 
 
 class Workers:
-    """A fixed number of worker processes, each replaced when it dies."""
+    """A fixed number of worker processes, each replaced when it dies.
 
-    def __init__(self, count: int, threads: int, on_change: Callable[[int, int], None]) -> None:
-        """`on_change(fd, events)` is told which descriptors to poll for which events (0: stop polling)."""
-        self._threads = threads
+    Attributes:
+        fds: descriptor -> worker.
+        down: workers that are down -> time of their next start.
+    """
+
+    def __init__(self, count: int, on_change: Callable[[int, int], None]) -> None:
+        """Start all workers; `on_change(fd, events)` requests polling of a descriptor (0: stop polling)."""
         self._on_change = on_change
         self._decoder: Decoder[sidecar.FromWorker] = Decoder(sidecar.FromWorker, handoff.MAX_DATAGRAM)
         self._quick_deaths = [0] * count
-        self._how = [""] * count  # how the last process of each ended
-        self._again_at: dict[int, float] = {}  # workers that are down -> time of their next start
+        self._how = [""] * count  # how the last process of each worker ended
+        self.down: dict[int, float] = {}
+        self.fds: dict[int, int] = {}
         self._has_worked = False
-        self._processes: list[_Process] = [self._spawn() for _ in range(count)]
-
-    def fds(self) -> dict[int, int]:
-        """Return descriptor -> worker."""
-        return {p.socket.fileno(): i for i, p in enumerate(self._processes) if not p.lost}
+        self._processes: list[_Process] = [self._spawn(worker) for worker in range(count)]
 
     def send(self, worker: int, message: Message, fd: int | None = None, block: bytes | None = None) -> None:
         """Queue a message with a duplicate of `fd`, or with `block` in a memory file.
 
         Raises:
-            OSError: no descriptor or no memory is left; nothing was queued.
+            OSError: no descriptor or no memory is left; the message was not queued.
         """
         process = self._processes[worker]
         fds: tuple[int, ...] = ()
@@ -69,7 +71,7 @@ class Workers:
         self.flush(worker)
 
     def flush(self, worker: int) -> None:
-        """Send queued messages until the socket is full; poll it for room for the rest."""
+        """Send queued messages until the socket is full; the rest is sent when polling reports room."""
         process = self._processes[worker]
         while process.outbox and not process.lost:
             data, fds = process.outbox[0]
@@ -85,42 +87,43 @@ class Workers:
                 break
             except OSError:
                 break  # the worker has died; polling its socket reports that
-            handoff.close_all(fds)
+            if fds:
+                handoff.close_all(fds)
             process.outbox.popleft()
-        if not process.lost:
+        if not process.lost and bool(process.outbox) != process.awaits_room:
+            process.awaits_room = bool(process.outbox)
             self._on_change(process.socket.fileno(), select.POLLIN | (select.POLLOUT if process.outbox else 0))
 
     def why_down(self, worker: int) -> str:
-        """Return why this worker is down, "" if it runs."""
-        if worker not in self._again_at:
-            return ""
-        left = max(0.0, self._again_at[worker] - time.monotonic())
+        """Return the reason why a worker in `down` is down."""
+        left = max(0.0, self.down[worker] - time.monotonic())
         return (
             f"it {self._how[worker]}, for the {self._quick_deaths[worker]}th time as soon as it had started; the next "
             f"one is started in {left:.0f} s, see the daemon's log"
         )
 
     def problems(self) -> tuple[str, ...]:
-        """Return one line for status per worker that is down."""
+        """Return one line of status text for each worker that is down."""
         return tuple(
             f"worker {worker} cannot be kept alive: it {self._how[worker]}, {self._quick_deaths[worker]} times as soon "
             "as it had started; swaps that need it are refused until the next one, which is started after a pause"
-            for worker in sorted(self._again_at)
+            for worker in sorted(self.down)
         )
 
     def start_due(self, now: float) -> list[int]:
-        """Start the workers whose pause is over; return those that started."""
-        due = [worker for worker, at in self._again_at.items() if now >= at]
+        """Start the workers whose pause is over; return the ones that started."""
+        due = [worker for worker, at in self.down.items() if now >= at]
         return [worker for worker in due if self._replace(worker)]
 
     def receive(self, worker: int) -> list[sidecar.FromWorker] | str:
-        """Return a worker's messages, or a text that says how it died; it has then been replaced."""
+        """Return a worker's messages; if it died, replace it and return a text on how it died."""
         process = self._processes[worker]
         said: list[sidecar.FromWorker] = []
         while not process.lost:
             try:
                 data, fds = handoff.receive(process.socket)
-                handoff.close_all(fds)
+                if fds:
+                    handoff.close_all(fds)
                 said.append(self._decoder.decode(data)[1])
                 self._has_worked = True
             except BlockingIOError:
@@ -135,9 +138,9 @@ class Workers:
         return said
 
     def restart(self, worker: int) -> None:
-        """Kill, reap and replace a worker. The old one writes nothing after this returns."""
-        # not counted as a quick death: it was killed here
-        if worker not in self._again_at:
+        """Kill, reap and replace a worker. Once this returns, the old process no longer writes."""
+        # not counted as a quick death, because the daemon killed it
+        if worker not in self.down:
             self._end(self._processes[worker])
             self._replace(worker)
 
@@ -146,24 +149,24 @@ class Workers:
         self._quick_deaths[worker] = self._quick_deaths[worker] + 1 if quick else 0
         wait_s = pause_s(self._quick_deaths[worker] - MAX_QUICK_DEATHS + 1)
         if wait_s:
-            self._again_at[worker] = time.monotonic() + wait_s
+            self.down[worker] = time.monotonic() + wait_s
         else:
             self._replace(worker)
 
     def _replace(self, worker: int) -> bool:
         """Start a worker; if no process can be started, retry later."""
         try:
-            self._processes[worker] = self._spawn()
+            self._processes[worker] = self._spawn(worker)
         except OSError as exc:
             self._how[worker] = f"could not be started: {exc.strerror}"
             self._quick_deaths[worker] += 1
-            self._again_at[worker] = time.monotonic() + max(1.0, pause_s(self._quick_deaths[worker]))
+            self.down[worker] = time.monotonic() + max(1.0, pause_s(self._quick_deaths[worker]))
             return False
-        self._again_at.pop(worker, None)
+        self.down.pop(worker, None)
         return True
 
     def is_failing(self, worker: int) -> bool:
-        """Whether a worker died at once several times in a row and none has ever worked: none can run here."""
+        """Whether no worker can run here: none has ever sent a message, and this one died early several times."""
         return not self._has_worked and self._quick_deaths[worker] >= MAX_QUICK_DEATHS
 
     def close(self) -> None:
@@ -171,12 +174,12 @@ class Workers:
         for process in self._processes:
             self._end(process)
 
-    def _spawn(self) -> _Process:
+    def _spawn(self, worker: int) -> _Process:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:
             popen = subprocess.Popen(
-                [sys.executable, "-m", "refitd.worker", str(theirs.fileno()), str(self._threads)],
+                [sys.executable, "-m", "refitd.worker", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 # Ctrl-C reaches the whole process group, but the daemon decides when workers end
@@ -187,6 +190,7 @@ class Workers:
             raise
         finally:
             theirs.close()
+        self.fds[ours.fileno()] = worker
         self._on_change(ours.fileno(), select.POLLIN)
         return _Process(popen, ours, time.monotonic())
 
@@ -194,6 +198,7 @@ class Workers:
         if process.lost:
             return ""
         process.lost = True
+        del self.fds[process.socket.fileno()]
         self._on_change(process.socket.fileno(), 0)
         with contextlib.suppress(ProcessLookupError):
             # a worker that closed its socket is already ending: wait for its own exit status

@@ -2,14 +2,14 @@
 
     gated fc1           its rows are gate | up on every rank: stride 2, though most grouped experts' attribute says 1
     experts over ETP    grouped linears of Transformer Engine carry no tensor-parallel attribute at all
-    experts over EP     likewise, without `allreduce = False`
+    experts over EP     some lack `allreduce = False`
     GroupedMLP          weight1 [hidden, E * f] and weight2 [E * f, hidden] are used as [E, hidden, f] and
-                        [E, f, hidden]: one tensor per expert, named and laid out like those of other experts
+                        [E, f, hidden]: one tensor per expert, named and laid out as in other expert modules
     softmax_offset      one number per attention head (attention sinks), split like the heads without any attribute
 
-An fc1 is gated if `gated_linear_unit` of a module or its config says so, else by the sizes of fc1 and fc2. If neither
-tells, the stride is unknown: other descriptions of the tensor then decide, and a plan that depends on an expert's
-unknown stride is refused (`refitd.plan.completion`).
+`gated_linear_unit` of a module or its config decides whether an fc1 is gated, else the sizes of fc1 and fc2. If neither
+is conclusive, the stride is unknown: other descriptions of the tensor then decide, and a plan that depends on an
+expert's unknown stride is refused (`refitd.plan.completion`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from refitd.describe.tiles import Repeat, Tile
+from refitd.describe.metadata import Repeat, Tile
 
 if TYPE_CHECKING:
     import torch
@@ -35,12 +35,12 @@ _EXPERTS = re.compile(r"(?:^|\.)(?:local_)?experts\.")
 
 @dataclass(frozen=True, slots=True)
 class ExpertFinding:
-    """What a module tells about one parameter beyond its attributes; None means nothing.
+    """The split of one parameter as its module tells it, beyond the parameter's attributes; None means unknown.
 
     Attributes:
         is_expert: it belongs to an expert, so the expert tensor-parallel group splits it, if there is one.
-        is_ep: its experts are split over the expert-parallel group, though the parameter does not say so.
-        dim: the dimension that the group splits, though the parameter does not say so.
+        is_ep: its experts are split over the expert-parallel group; the parameter does not declare it.
+        dim: the dimension that the group splits; the parameter does not declare it.
         stride: the partition stride.
         stride_is_known: False if the stride may be 1 or 2.
         grouped: the layout of a tensor that holds several experts.
@@ -136,7 +136,7 @@ def _linear(
     is_first: bool,
     expert_tp_size: int,
 ) -> ExpertFinding | None:
-    """Return the finding for a parameter of fc1 or fc2; None if there is none."""
+    """Return the finding for a parameter of fc1 or fc2, or None."""
     if hasattr(param, "placements"):  # a DTensor describes its own split
         return None
     is_fused = name in ("weight1", "weight2") and path.rpartition(".")[2] not in _FC1 | _FC2
@@ -206,7 +206,7 @@ def _grouped_mlp(
 def _is_split_over_experts(
     path: str, param: torch.Tensor, modules: Mapping[str, nn.Module], ep_size: int, num_experts: int | None
 ) -> bool:
-    """Return whether an expert's tensor is split over the expert-parallel group though its attributes do not say so."""
+    """Return whether an expert's tensor is split over the expert-parallel group without declaring it."""
     if ep_size < 2 or getattr(param, "allreduce", None) is False:
         return False
     local = _nearest(path, modules, "num_local_experts")
@@ -233,7 +233,7 @@ def _is_share(
 
 
 def _gated(path: str, modules: Mapping[str, nn.Module], *, is_fused: bool) -> bool | None:
-    """Return whether the fc1 at this path is gated; None if nothing tells."""
+    """Return whether the fc1 at this path is gated; None if unknown."""
     for name in ("gated_linear_unit", "swiglu"):
         said = _nearest(path, modules, name)
         if isinstance(said, bool):
@@ -289,7 +289,7 @@ def _ffn_size(path: str, modules: Mapping[str, nn.Module]) -> int | None:
 
 
 def _interleaves(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether gate and up alternate in small blocks, so that a contiguous part holds both."""
+    """Return whether gate and up alternate in small blocks; a contiguous part then holds both."""
     return any(_nearest(path, modules, name) for name in ("moe_mlp_glu_interleave_size", "glu_interleave_size"))
 
 

@@ -10,6 +10,10 @@ The rules, for a local tensor of `n` elements along the split dimension on rank 
     replicated        everything else: one tile that is the whole tensor
 
 These numbers are checked against bounds here before anything is allocated from them.
+
+A description that names no rank is equal on all ranks that hold the same elements, so it is sent and read once:
+
+    rank 0: w, split over [0, 1]    rank 2: w, split over [2, 3]    both: rows 0:4 of w [8, 4]
 """
 
 from __future__ import annotations
@@ -20,10 +24,8 @@ from itertools import accumulate
 from typing import Any
 
 from refitd.describe.casts import PAIRS, cast_problem
-from refitd.describe.fill import fill_problem
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.tiles import Repeat, Tile
-from refitd.dtypes import dtype_name, element_size
+from refitd.describe.metadata import ParameterMetadata, Repeat, Tile
+from refitd.dtypes import dtype_name, element_size, fill_problem
 from refitd.errors import PlanError
 
 MAX_ELEMENTS = 2**48
@@ -31,7 +33,7 @@ MAX_CANONICAL_DIMS = 6  # two fewer than a copy's box may have, which also needs
 
 
 def canonical_name(meta: ParameterMetadata) -> str:
-    """Return the name by which the tensor is matched: `resolved_name` if set, else `name`."""
+    """Return the name for matching the tensor: `resolved_name` if set, else `name`."""
     return meta.name if meta.resolved_name is None else meta.resolved_name
 
 
@@ -325,3 +327,57 @@ def _is_nested(tile: Tile) -> bool:
 
 def _within(end: Sequence[int], shape: Sequence[int]) -> bool:
     return len(end) == len(shape) and all(e <= s for e, s in zip(end, shape, strict=True))
+
+
+def without_ranks(metas: Sequence[ParameterMetadata]) -> tuple[ParameterMetadata, ...]:
+    """Return the descriptions with group fields replaced by explicit tiles.
+
+    One rank alone cannot tell an uneven split from an even one: give unevenly split tensors explicit tiles before.
+
+    Raises:
+        PlanError: a description is invalid.
+    """
+    cuts: dict[tuple[object, ...], tuple[tuple[Tile, ...], tuple[int, ...] | None]] = {}
+    found = []
+    for meta in metas:
+        tiles, whole = meta.tiles, meta.global_shape
+        name = canonical_name(meta)
+        if is_sharded(meta):
+            key = _split_key(meta)
+            if key not in cuts:
+                cuts[key] = tiles_of(meta), global_shape_of(meta)
+            cut, whole = cuts[key]
+            tiles = tuple(replace(tile, tensor=name) for tile in cut)
+        found.append(
+            ParameterMetadata(
+                name=meta.name,
+                shape=tuple(meta.shape),
+                dtype=dtype_name(meta.dtype),
+                element_size=meta.element_size,
+                resolved_name=name,
+                global_expert_index=meta.global_expert_index,
+                tiles=tiles,
+                global_shape=whole,
+                fill=meta.fill,
+                aliases=meta.aliases,
+                cast_from=meta.cast_from,
+                cast_to=meta.cast_to,
+            )
+        )
+    return tuple(found)
+
+
+def _split_key(meta: ParameterMetadata) -> tuple[object, ...]:
+    group = meta.tensor_parallel_group_ranks or []
+    sizes = None if meta.partition_sizes is None else tuple(meta.partition_sizes)
+    return (
+        tuple(meta.shape),
+        dtype_name(meta.dtype),
+        meta.element_size,
+        meta.partition_dim,
+        meta.partition_stride,
+        sizes,
+        meta.global_shape,
+        meta.owner_rank,
+        tuple(group),
+    )

@@ -1,26 +1,94 @@
-"""Find which tensors of this process share bytes, and which cannot be read or written.
+"""Check that a refit can use this process's tensors: dense, readable or writable, and without shared bytes.
 
-Addresses are only compared, never dereferenced, so that tensors on GPUs are handled alike.
+Addresses are only compared, never dereferenced, so tensors on GPUs are handled in the same way.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from refitd.dtypes import ELEMENT_SIZES, dtype_name
+
 if TYPE_CHECKING:
     import torch
 
-HOST = -1  # the number of main memory; GPUs have numbers from 0
 
+def tensor_problem(value: Any) -> str:
+    """Return why a value is not a tensor that can be read, and what to do; "" if it can be.
+
+    For a DTensor, pass its local tensor.
+    """
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return f"it is {_shown(value)}, expected a tensor; leave out what is none"
+    if problem := lazy_problem(value):
+        return problem
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        return f"it is a {kind} tensor, expected a dense one; register the dense tensors that it is made of"
+    if value.is_quantized:
+        return "it is a quantized tensor of torch's, whose scales would not travel; register its int_repr(), or values"
+    if value.is_meta:
+        return "it is on the meta device and holds nothing; materialize it first (to_empty)"
+    if dtype_name(value.dtype) not in ELEMENT_SIZES:
+        return f"its dtype is {dtype_name(value.dtype)}, expected one of {', '.join(ELEMENT_SIZES)}"
+    if value.is_conj() or value.is_neg():
+        return (
+            "it is a lazy conjugate or negative (its memory holds other values than it shows); register "
+            "tensor.resolve_conj().resolve_neg()"
+        )
+    return _memory_problem(value)
+
+
+def lazy_problem(value: Any) -> str:
+    """Return why a parameter has no shape yet, "" if it has one."""
+    if hasattr(type(value), "cls_to_become"):  # torch.nn.parameter.is_lazy, without an import for each
+        return f"it is an {type(value).__name__}, which has no shape yet; run its module once, then register it"
+    return ""
+
+
+def _memory_problem(value: Any) -> str:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if isinstance(value, FakeTensor):
+        return "it is a fake tensor, which has no memory; register the real one"
+    if value.numel() == 0:
+        return ""
+    try:
+        last = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+        needed = (value.storage_offset() + last + 1) * value.element_size()
+        storage = value.untyped_storage()
+        held, at, start = storage.nbytes(), storage.data_ptr(), value.data_ptr()
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as exc:
+        kind, said = type(value).__name__, str(exc).partition(".")[0].splitlines()
+        return f"it is a {kind} without memory of its own ({said[0] if said else exc}); register the tensors inside"
+    if held < needed:
+        return (
+            f"its storage holds {held} bytes of the {needed} it needs: it has been freed (FSDP frees what it has "
+            "unsharded); register, and publish, what this rank keeps"
+        )
+    if at == 0 or start == 0:
+        return f"it is a {type(value).__name__} without memory of its own; register the tensors inside"
+    return ""
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "None"
+    text = repr(value) if isinstance(value, bool | int | float | str | bytes) else ""
+    return f"{type(value).__name__} {text[:60]}".strip()
+
+
+HOST = -1  # the number of main memory; GPUs have numbers from 0
 # Limit on numpy's search for a shared byte, and on the elements that are compared one by one.
 _MAX_WORK = 1_000_000
-
 Ranges = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]  # (sorted starts, ends) of memory ranges
 
 
@@ -47,7 +115,7 @@ def gpu_of(tensor: torch.Tensor) -> int:
 
 
 def extents(tensors: Sequence[torch.Tensor]) -> Extents:
-    """Return the memory ranges of tensors; empty tensors are left out."""
+    """Return the memory ranges of tensors; empty tensors are skipped."""
     rows = []
     for index, tensor in enumerate(tensors):
         if not tensor.numel():
@@ -115,11 +183,8 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return len(np.unique(places)) < tensor.numel()
 
 
-def overlapping(
-    tensors: Sequence[torch.Tensor], lie: Extents, is_allowed: Callable[[int, int], bool] = lambda a, b: False
-) -> tuple[int, int] | None:
-    """Return the indices of two tensors that share a byte, None if none do; pairs with `is_allowed(a, b)` are skipped.
-
+def overlapping(tensors: Sequence[torch.Tensor], lie: Extents) -> Iterator[tuple[int, int]]:
+    """Yield the indices of each two tensors that share a byte, the smaller one first.
     Interleaved views (column slices of a fused weight) share no bytes; if that takes too long to find out, they count
     as sharing. `lie` is `extents(tensors)`.
     """
@@ -129,16 +194,15 @@ def overlapping(
     for number in np.unique(device):
         reach[device == number] = np.maximum.accumulate(end[device == number])
     if not ((device[1:] == device[:-1]) & (start[1:] < reach[:-1])).any():
-        return None
+        return
     open_: list[int] = []  # positions in `order` of earlier tensors that reach into the current one
     for at in range(len(order)):
         open_ = [other for other in open_ if device[other] == device[at] and end[other] > start[at]]
         for other in open_:
             one, two = sorted((int(lie.tensor[order[other]]), int(lie.tensor[order[at]])))
-            if _share(tensors[one], tensors[two]) and not is_allowed(one, two):
-                return one, two
+            if _share(tensors[one], tensors[two]):
+                yield one, two
         open_.append(at)
-    return None
 
 
 def files_mapped_twice(maps: str = "/proc/self/maps") -> list[list[FileMapping]]:
@@ -153,7 +217,7 @@ def files_mapped_twice(maps: str = "/proc/self/maps") -> list[list[FileMapping]]
 
 
 def lie_in(files: Sequence[Sequence[FileMapping]], lie: Extents) -> bool:
-    """Return whether any tensor lies in a mapping of these files."""
+    """Return whether any tensor is in a mapping of these files."""
     return any(_within(mapping, lie).any() for mappings in files for mapping in mappings)
 
 

@@ -3,16 +3,66 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-from refitd.describe.tiles import Repeat, Tile
+import msgspec
+from msgspec.structs import astuple
+
 from refitd.errors import PlanError
 from refitd.text import shown
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """Repeat a tile `count` times, each `step` further along canonical `dim` and `local_step` further locally."""
+
+    dim: int
+    count: int
+    step: int
+    local_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A box of a canonical tensor at a place of a local tensor. All numbers count elements.
+
+        TP2 rank 1 of a [8, 4] tensor, split on dim 0, local shape [4, 4]:
+        Tile("w", offset=(4, 0), size=(4, 4), local_offset=0, local_stride=(4, 1))
+
+    `local_offset` and `local_stride` address the local tensor as if it were row-major; its strides in memory do not
+    matter. `local_stride` has one entry per canonical dimension.
+    """
+
+    tensor: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    local_offset: int
+    local_stride: tuple[int, ...]
+    repeat: Repeat | None = None
+
+
+def spaced(spots: Sequence[tuple[int, int]], size: int, dim: int) -> list[tuple[int, int, Repeat | None]]:
+    """Join runs of one size along `dim` into one with a repeat if they are equally far apart at both ends.
+
+    Args:
+        spots: (first element of the canonical tensor along `dim`, local offset) of each run.
+        size: the number of elements of each run along `dim`.
+        dim: the dimension.
+    """
+    steps = {(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(spots)}
+    if len(steps) == 1:
+        ((far, local_far),) = steps
+        if far >= size and local_far >= 0:
+            return [(*spots[0], Repeat(dim, len(spots), far, local_far))]
+    return [(*spot, None) for spot in spots]
 
 
 @dataclass(slots=True)
@@ -43,11 +93,11 @@ class ParameterMetadata:
         tiles: the exact layout, for layouts that the fields above cannot express; it replaces them.
         global_shape: the canonical tensor's shape, if tiles alone do not determine it.
         fill: the value of local elements that belong to no tile. A destination with such elements must declare it, and
-            they are written. A source may declare it; then both must declare the same.
-        aliases: other canonical names of the same weight (tied embeddings). A destination tensor that no source has is
-            fed from a tensor tied to it, whichever end declares the tie; see `refitd.plan.aliases`.
-        cast_from: for a destination, the sources' dtype, if it is to be converted. For a source, the dtype from which
-            it rounds this tensor when it publishes. The supported casts are in `refitd.describe.casts`.
+            they are written. A source may declare it; then both values must be equal.
+        aliases: other canonical names of this weight (tied embeddings). A destination tensor that no source has is fed
+            from a tensor tied to it, whichever end declares the tie; see `refitd.plan.layouts`.
+        cast_from: for a destination, the sources' dtype, if it is to be converted. For a source that rounds this tensor
+            when it publishes, the dtype before rounding. The supported casts are in `refitd.describe.casts`.
         stride_is_known: False if `partition_stride` could also be 2, because it is unknown whether an fc1 is gated.
             Other descriptions of the tensor then decide; a plan that depends on an expert's unknown stride is refused.
         cast_to: for a source, a dtype that this tensor may be converted to: destinations that hold that dtype receive
@@ -80,6 +130,19 @@ class ParameterMetadata:
     cast_to: str | None = None
 
 
+# The types of all fields in plain values, except that a dtype may be a torch.dtype.
+_Name = Annotated[str, msgspec.Meta(min_length=1)]
+_Repeat = msgspec.defstruct("_Repeat", list(get_type_hints(Repeat).items()))
+_Tile = msgspec.defstruct("_Tile", list(get_type_hints(Tile, localns={"Repeat": _Repeat}).items()))
+_KNOWN = {"str": _Name, "torch": SimpleNamespace(dtype=Any), "Tile": _Tile}
+_HINTS = get_type_hints(ParameterMetadata, localns=_KNOWN, include_extras=True)
+del _HINTS["dtype"]
+_FIELDS = tuple(_HINTS)
+_VALUES = operator.attrgetter(*_FIELDS)
+_Plain = msgspec.defstruct("_Plain", list(_HINTS.items()), array_like=True)
+_PLACE = re.compile(r"(.*?)(?: - at `\$\[(\d+)\].*)?")
+
+
 def plain(meta: ParameterMetadata) -> ParameterMetadata:
     """Return the description with numbers, booleans and texts of numpy, torch or enums converted to Python's types.
 
@@ -88,198 +151,72 @@ def plain(meta: ParameterMetadata) -> ParameterMetadata:
     Raises:
         PlanError: a field's value cannot be converted; names tensor and field.
     """
-    if _is_whole(meta):
-        return meta
-    changed: dict[str, Any] = {}
-    for field, convert in _PLAIN.items():
-        value = getattr(meta, field)
-        try:
-            found = convert(value)
-        except Exception:
-            raise PlanError(
-                f"{meta.name}: {field} is {shown(value)}, expected {_EXPECTED[convert]}; correct its ParameterMetadata"
-            ) from None
-        if found is not value:
-            changed[field] = found
-    return replace(meta, **changed) if changed else meta
+    values = _VALUES(meta)
+    try:
+        if not isinstance(meta.dtype, str) and type(meta.dtype).__name__ != "dtype":  # this module imports no torch
+            raise PlanError(f"{meta.name}: dtype is {shown(meta.dtype)}, expected a dtype or its name")
+        found = _checked(values)
+    except msgspec.ValidationError:
+        return replace(meta, **dict(zip(_FIELDS, _converted(meta, values), strict=True)))
+    # a list, say, is no tuple
+    return meta if found == values else replace(meta, **dict(zip(_FIELDS, found, strict=True)))
 
 
-# The fields of most tensors, recognised as plain within a microsecond: registrations have up to 100,000 tensors.
-_COMMON = operator.attrgetter(
-    "name", "resolved_name", "shape", "element_size", "is_tp", "is_ep", "partition_dim", "partition_stride"
-)
-_COMMON_TYPES = (str, str, tuple, int, bool, bool, int, int)
-_RARE = operator.attrgetter(
-    "partition_sizes",
-    "num_experts",
-    "tensor_parallel_group_ranks",
-    "expert_parallel_group_ranks",
-    "data_parallel_group_ranks",
-    "pipeline_parallel_group_ranks",
-    "global_expert_index",
-    "tiles",
-    "global_shape",
-    "fill",
-    "aliases",
-    "cast_from",
-    "cast_to",
-)
-_UNSET: tuple[Any, ...] = (None,) * 10 + ((), None, None)
+def _converted(meta: ParameterMetadata, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    given = [_builtin(value) for value in values]
+    for number, (hint, value) in enumerate(zip(_HINTS.values(), given, strict=True)):
+        if hint is bool and type(value) is int and value in (0, 1):  # of a configuration
+            given[number] = bool(value)
+    try:
+        return _checked(given)
+    except msgspec.ValidationError as exc:
+        why, place = _PLACE.fullmatch(str(exc)).groups()  # type: ignore[union-attr]
+        number = int(place)
+        raise PlanError(
+            f"{meta.name}: {_FIELDS[number]} is {shown(values[number])}: {why}; correct its ParameterMetadata"
+        ) from None
 
 
-def _is_whole(meta: ParameterMetadata) -> bool:
-    """Return whether this describes a whole tensor in plain values."""
-    return (
-        all(map(operator.is_, _RARE(meta), _UNSET))
-        and tuple(map(type, _COMMON(meta))) == _COMMON_TYPES
-        and all(type(n) is int for n in meta.shape)
-        and type(meta.owner_rank) in (int, type(None))
-        and (type(meta.dtype) is str or type(meta.dtype).__name__ == "dtype")
-        and bool(meta.name and meta.resolved_name)
-    )
-
-
-def _count(value: Any) -> int:
-    return value if type(value) is int else operator.index(_of_enum(value))
-
-
-def _counts(value: Any) -> tuple[int, ...]:
-    if type(value) is tuple and all(type(n) is int for n in value):
-        return value
-    return tuple(_count(n) for n in _sequence(value))
-
-
-def _count_list(value: Any) -> list[int]:
-    if type(value) is list and all(type(n) is int for n in value):
-        return value
-    return [_count(n) for n in _sequence(value)]
-
-
-def _truth(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    # numpy's and torch's booleans, and the 0 and 1 of configurations
-    if not hasattr(value, "dtype") and value not in (0, 1):
-        raise TypeError
-    return bool(value)
-
-
-def _number(value: Any) -> float:
-    if type(value) in (int, float):
-        found: float = value
-        return found
-    if isinstance(value, str | bytes | bool):
-        raise TypeError
-    if hasattr(value, "item"):
-        value = value.item()
-    found = value if type(value) is int else float(value)
-    return found
-
-
-def _name(value: Any) -> str:
-    value = _of_enum(value)
-    if not isinstance(value, str) or not value:
-        raise TypeError
-    return value if type(value) is str else str.__str__(value)
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    if type(value) is tuple and all(type(name) is str and name for name in value):
-        return value
-    return tuple(_name(name) for name in _sequence(value))
-
-
-def _dtype(value: Any) -> str:
-    # a torch.dtype prints as its name; this module does not import torch
-    found = str(value).removeprefix("torch.")
-    if not isinstance(value, str) and type(value).__name__ != "dtype":
-        raise TypeError
-    return value if type(value) is str and found == value else found
-
-
-def _element_type(value: Any) -> Any:
-    _dtype(value)
-    return value
-
-
-def _tiles(value: Any) -> tuple[Tile, ...]:
-    if type(value) is tuple and all(type(tile) is Tile and _is_plain(tile) for tile in value):
-        return value
-    return tuple(
-        Tile(
-            _name(tile.tensor),
-            _counts(tile.offset),
-            _counts(tile.size),
-            _count(tile.local_offset),
-            _counts(tile.local_stride),
-            None if (r := tile.repeat) is None else Repeat(*map(_count, (r.dim, r.count, r.step, r.local_step))),
+def _checked(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return plain values of the fields; raises ValidationError if one is not plain."""
+    found: Any = msgspec.convert(values, _Plain, from_attributes=True)
+    if found.tiles is not None:
+        found.tiles = tuple(
+            Tile(t.tensor, t.offset, t.size, t.local_offset, t.local_stride, t.repeat and Repeat(*astuple(t.repeat)))
+            for t in found.tiles
         )
-        for tile in _sequence(value)
-    )
+    for field in ("cast_from", "cast_to"):
+        if (dtype := getattr(found, field)) is not None:
+            setattr(found, field, dtype.removeprefix("torch."))
+    checked: tuple[Any, ...] = _VALUES(found)
+    return checked
 
 
-def _is_plain(tile: Tile) -> bool:
-    numbers: tuple[object, ...] = (tile.offset, tile.size, tile.local_stride)
-    if not all(type(value) is tuple and all(type(n) is int for n in value) for value in numbers):
-        return False
-    r = tile.repeat
-    rest = (tile.local_offset,) if r is None else (tile.local_offset, r.dim, r.count, r.step, r.local_step)
-    return type(tile.tensor) is str and all(type(n) is int for n in rest)
+def _builtin(value: Any) -> Any:
+    """Return a value of numpy, torch or an enum, or a sequence of them, in Python's types; others unchanged."""
+    if hasattr(type(value), "__members__"):
+        return _builtin(value.value)
+    if isinstance(value, Tile | Repeat):
+        return type(value)(*(_builtin(getattr(value, name)) for name in value.__slots__))
+    if isinstance(value, tuple | list | range):
+        return [_builtin(one) for one in value]
+    if isinstance(value, str):
+        return str.__str__(value)
+    if type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _sequence(value: Any) -> list[Any]:
-    if isinstance(value, str | bytes | dict | set):
-        raise TypeError
-    return list(value)
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """The tensors that rank `rank` can send, and the tensors that it must receive; either may be empty.
 
+    Ranks are unique across all pools (trainer and engines together). Ranks with the same `node` share a machine.
+    `label` names the rank in error messages ("engine-a rank 1"); the default is "rank N".
+    """
 
-def _of_enum(value: Any) -> Any:
-    return getattr(value, "value", value) if hasattr(type(value), "__members__") else value
-
-
-def _or_none(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def found(value: Any) -> Any:
-        return None if value is None else convert(value)
-
-    _EXPECTED[found] = f"{_EXPECTED[convert]}, or None"
-    return found
-
-
-_EXPECTED: dict[Callable[[Any], Any], str] = {
-    _name: "a text",
-    _names: "a tuple of texts",
-    _count: "a whole number",
-    _counts: "a tuple of whole numbers",
-    _count_list: "a list of whole numbers",
-    _truth: "True or False",
-    _number: "a number",
-    _dtype: "a dtype or its name",
-    _element_type: "a dtype or its name",
-    _tiles: "a tuple of Tile",
-}
-
-_PLAIN: dict[str, Callable[[Any], Any]] = {
-    "name": _name,
-    "shape": _counts,
-    "dtype": _element_type,
-    "element_size": _count,
-    "is_tp": _truth,
-    "partition_dim": _count,
-    "partition_stride": _count,
-    "partition_sizes": _or_none(_count_list),
-    "is_ep": _truth,
-    "num_experts": _or_none(_count),
-    "owner_rank": _or_none(_count),
-    "tensor_parallel_group_ranks": _or_none(_count_list),
-    "expert_parallel_group_ranks": _or_none(_count_list),
-    "data_parallel_group_ranks": _or_none(_count_list),
-    "pipeline_parallel_group_ranks": _or_none(_count_list),
-    "resolved_name": _or_none(_name),
-    "global_expert_index": _or_none(_count),
-    "tiles": _or_none(_tiles),
-    "global_shape": _or_none(_counts),
-    "fill": _or_none(_number),
-    "aliases": _names,
-    "cast_from": _or_none(_dtype),
-    "cast_to": _or_none(_dtype),
-}
+    rank: int
+    source: Sequence[ParameterMetadata] = ()
+    destination: Sequence[ParameterMetadata] = ()
+    node: str = ""
+    label: str = ""

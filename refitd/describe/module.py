@@ -9,26 +9,29 @@ torch process group, a sequence of ranks, or None for a group of one.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from refitd.describe.dtensors import describe_dtensor
+from refitd.describe.dtensors import describe_dtensor, flattened_problem
 from refitd.describe.experts import ExpertFinding, Grouped, findings
-from refitd.describe.flat import flattened_problem
 from refitd.describe.layout import layout_problems
+from refitd.describe.memory import lazy_problem
 from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.names import assign_resolved_name_inplace, layer_prefix_map, resolve_layer_prefix
+from refitd.describe.names import (
+    assign_resolved_name_inplace,
+    clean_name,
+    layer_prefix_map,
+    resolve_layer_prefix,
+    unwrapped,
+    wrapped_paths,
+)
 from refitd.describe.ties import shared_output_names, tie_by_memory
-from refitd.describe.usable import lazy_problem
-from refitd.describe.wrappers import transparent_names, unwrapped
 from refitd.errors import PlanError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-_CACHE = "_refitd_tensors"
 
 Group = Any  # a torch ProcessGroup, a sequence of ranks, or None for a group of one
 
@@ -70,33 +73,27 @@ def named_refit_tensors(module: nn.Module | Sequence[nn.Module]) -> Iterator[tup
     prefix "chunkN.".
     """
     for prefix, chunk in _chunks(module):
-        for name, param in chunk.named_parameters():
-            yield prefix + name, param
-        for name, _, _, tensor in named_persistent_buffers(chunk):
-            yield prefix + name, tensor
+        seen: set[int] = set()  # by id; hashing a tensor takes ten times as long
+        buffers: list[tuple[str, torch.Tensor]] = []
+        for path, parent in chunk.named_modules():  # one walk, because each publish does this
+            here = f"{prefix}{path}." if path else prefix
+            for name, param in parent._parameters.items():
+                if param is not None and id(param) not in seen:
+                    seen.add(id(param))
+                    yield here + name, param
+            for name, tensor in parent._buffers.items():
+                if tensor is not None and name not in parent._non_persistent_buffers_set:
+                    buffers.append((here + name, tensor))
+        yield from buffers
 
 
 def get_refit_tensor_dict(module: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Return {name: tensor} of `named_refit_tensors`, cached on the module between calls.
-
-    Each call compares the current parameters, buffers and children with the cached ones by identity, so that
-    replacements, additions and removals are always seen.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for prefix, chunk in _chunks(module):
-        seen = _seen(chunk)
-        cache = chunk.__dict__.get(_CACHE)
-        if not isinstance(cache, _TensorCache) or not cache.shows(seen):
-            cache = _TensorCache(seen, dict(named_refit_tensors(chunk)))
-            chunk.__dict__[_CACHE] = cache
-        found.update((prefix + name, tensor) for name, tensor in cache.tensors.items())
-    return found
+    """Return {name: tensor} of `named_refit_tensors`."""
+    return dict(named_refit_tensors(module))
 
 
 def invalidate_refit_tensor_cache(module: nn.Module | Sequence[nn.Module]) -> None:
-    """Drop the cache of `get_refit_tensor_dict` to free its references. Never needed for correctness."""
-    for _, chunk in _chunks(module):
-        chunk.__dict__.pop(_CACHE, None)
+    """Return immediately: `get_refit_tensor_dict` has no cache. The reference has this name."""
 
 
 def module_tensors(module: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
@@ -115,17 +112,17 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor if local is None else local).detach()
 
 
-def module_layer_prefix_map(module: nn.Module, clean: Callable[[str], str] = str) -> dict[str, str]:
+def module_layer_prefix_map(module: nn.Module, wrapped: frozenset[str] = frozenset()) -> dict[str, str]:
     """Map the module's local layer prefixes to global ones, from its layers' `layer_number`.
 
-    `clean` removes the names of wrappers from a path, so that a layer and its wrapper count as one.
+    `wrapped` is from `wrapped_paths`: a layer and its wrapper count as one.
 
     Raises:
         PlanError: see `refitd.describe.names.layer_prefix_map`.
     """
     numbers: dict[str, object] = {}
     for path, child in module.named_modules():
-        name = clean(path)
+        name = clean_name(path, wrapped)
         if name and numbers.get(name) is None:
             numbers[name] = getattr(child, "layer_number", None)
     return layer_prefix_map(numbers.items())
@@ -148,12 +145,12 @@ def extract_param_metadata(
         param: the tensor, with Megatron's attributes if it is split, or a DTensor.
         param_name: its name in the module.
         owner_rank: this rank in the planner's numbering.
-        pg_collection: the process groups; None if nothing is split.
+        pg_collection: the process groups; None if no tensor is split.
         num_experts: the number of experts in the whole model.
         layer_module_prefix_map: from `module_layer_prefix_map`; None if layer names are already global.
         rank_offset: added to every rank of a group, because groups number their own world from 0. It is not added to
             `owner_rank`.
-        _rank_list_cache: shared between calls, so that equal groups become one list.
+        _rank_list_cache: shared between calls; equal groups become one list.
         _finding: the parameter's finding from `refitd.describe.experts.findings`.
 
     Raises:
@@ -194,7 +191,7 @@ def extract_param_metadata(
         _describe_grouped(meta, known.grouped, ranks(*names) or [owner_rank], layer_module_prefix_map)
         return meta
     if is_ep and not is_tp and "expt_tp" in names and _has(pg_collection, "expt_tp"):
-        # its attributes do not say that it is split; the group lets the planner compare it with ranks that say so
+        # its attributes do not declare a split; with the group, the planner can compare it with ranks that do
         meta.tensor_parallel_group_ranks = ranks("expt_tp")
     dim, stride = getattr(param, "partition_dim", 0), getattr(param, "partition_stride", 1)
     sizes = getattr(param, "partition_sizes", None)
@@ -253,9 +250,9 @@ def describe_module(
         experts = num_experts
         if experts is None:
             experts = _first([getattr(module, "config", None) for module in inside], "num_moe_experts")
-        clean = transparent_names(chunk)
-        layers = module_layer_prefix_map(chunk, clean)
-        others = _other_names(chunk, layers, clean)
+        wrapped = wrapped_paths(chunk)
+        layers = module_layer_prefix_map(chunk, wrapped)
+        others = _other_names(chunk, layers, wrapped)
         for name, other in shared_output_names(chunk).items():
             others.setdefault(name, []).append(other)
         sizes = (len(_group_ranks(groups, "ep") or ()), len(_group_ranks(groups, "expt_tp", "tp") or ()))
@@ -266,9 +263,17 @@ def describe_module(
                 continue
             try:
                 meta = extract_param_metadata(
-                    tensor, clean(name), rank, groups, experts, layers, rank_offset, lists, found_out.get(name)
+                    tensor,
+                    clean_name(name, wrapped),
+                    rank,
+                    groups,
+                    experts,
+                    layers,
+                    rank_offset,
+                    lists,
+                    found_out.get(name),
                 )
-                names = [_canonical(meta, clean(other), layers) for other in others.get(name, ())]
+                names = [_canonical(meta, clean_name(other, wrapped), layers) for other in others.get(name, ())]
                 meta.aliases = tuple(dict.fromkeys(other for other in names if other != meta.resolved_name))
             except PlanError as error:
                 problems += error.violations
@@ -290,41 +295,6 @@ def describe_module(
     return found
 
 
-@dataclass(slots=True)
-class _TensorCache:
-    """The tensors of a module, and the module's structure when they were collected."""
-
-    seen: list[object] = field(default_factory=list)
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def shows(self, seen: list[object]) -> bool:
-        # names are compared by value, everything else by identity; the list keeps the objects alive, so that no other
-        # object can get the same identity
-        return len(seen) == len(self.seen) and all(
-            new is old or (isinstance(new, str) and new == old) for new, old in zip(seen, self.seen, strict=True)
-        )
-
-    def __reduce__(self) -> tuple[type[_TensorCache], tuple[()]]:
-        # a copied or pickled module starts with an empty cache
-        return _TensorCache, ()
-
-
-def _seen(module: nn.Module) -> list[object]:
-    """Return every name and object that determines what `named_refit_tensors` yields."""
-    seen: list[object] = []
-    todo, done = [module], {id(module)}
-    for parent in todo:
-        for entries in (parent._parameters, parent._buffers, parent._modules):
-            seen.extend(entries.keys())
-            seen.extend(entries.values())
-        seen.extend(sorted(parent._non_persistent_buffers_set))
-        for child in parent._modules.values():
-            if child is not None and id(child) not in done:
-                done.add(id(child))
-                todo.append(child)
-    return seen
-
-
 def _chunks(module: nn.Module | Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """Return (name prefix, module) for a module or for each chunk of a virtual pipeline."""
     from torch import nn
@@ -334,7 +304,7 @@ def _chunks(module: nn.Module | Sequence[nn.Module]) -> list[tuple[str, nn.Modul
 
 
 def _first(holders: Sequence[object], name: str) -> Any:
-    """Return attribute `name` of the first holder that has it and whose value is not None; else None."""
+    """Return the first attribute `name` of the holders that is not None; else None."""
     return next((said for holder in holders if (said := getattr(holder, name, None)) is not None), None)
 
 
@@ -388,10 +358,10 @@ def _is_true(what: str, value: Any) -> bool:
         raise PlanError(f"{what} is a {type(value).__name__}, expected True or False") from None
 
 
-def _other_names(module: nn.Module, layers: Mapping[str, str], clean: Callable[[str], str]) -> dict[str, list[str]]:
+def _other_names(module: nn.Module, layers: Mapping[str, str], wrapped: frozenset[str]) -> dict[str, list[str]]:
     """Return the other names of each parameter that has several, by its name in `named_refit_tensors`.
 
-    Names inside a layer's second place are left out: a layer that is used twice has one `layer_number`, which does not
+    Names inside a layer's second place are skipped: a layer that is used twice has one `layer_number`, which does not
     apply there.
     """
     first: dict[int, str] = {}
@@ -407,8 +377,8 @@ def _other_names(module: nn.Module, layers: Mapping[str, str], clean: Callable[[
                 for path, child in module.named_modules(remove_duplicate=False)
                 if path.rpartition(".")[2].isdigit()
                 and isinstance(getattr(child, "layer_number", None), int)
-                and resolve_layer_prefix(clean(path), layers) == clean(path)
-                and clean(path) not in layers
+                and (name_here := clean_name(path, wrapped)) not in layers
+                and resolve_layer_prefix(name_here, layers) == name_here
             ]
         if not name.startswith(tuple(unnumbered)):
             found.setdefault(known, []).append(name)

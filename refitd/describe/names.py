@@ -1,11 +1,12 @@
 """Canonical names: the same weight has the same name on every rank and in every layout.
 
-Pipeline ranks number their layers from 0 and expert-parallel ranks number their experts from 0. Both numbers
-are local, so names are rewritten before anything is matched:
+Wrappers (DistributedDataParallel, torch.compile) add parts to names; these are removed. Pipeline ranks number their
+layers from 0 and expert-parallel ranks number their experts from 0. Both numbers are local, so names are rewritten
+before anything is matched:
 
     PP stage 1 of 2, 32 layers        decoder.layers.0.mlp...            -> decoder.layers.16.mlp...
     EP rank 1 of 2, 8 experts         experts.linear_fc1.weight0         -> experts.linear_fc1.weight4
-    the same, one module per expert   experts.local_experts.0.linear_fc1.weight -> experts.linear_fc1.weight4
+    as above, one module per expert   experts.local_experts.0.linear_fc1.weight -> experts.linear_fc1.weight4
 
 The last two lines give the same name on purpose: grouped and sequential experts hold the same weights. A name is
 never guessed: missing information raises PlanError.
@@ -14,10 +15,14 @@ never guessed: missing information raises PlanError.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from refitd.describe.metadata import ParameterMetadata
 from refitd.errors import PlanError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # TEGroupedMLP: "...linear_fc1.weight3", "...linear_fc1.bias3"
 _GROUPED = re.compile(r"^(?P<stem>.*(?:^|\.)(?:weight|bias))(?P<index>\d+)$")
@@ -114,8 +119,8 @@ def layer_prefix_map(layers: Iterable[tuple[str, object]]) -> dict[str, str]:
 
     Args:
         layers: (module name, its `layer_number` or None) for every module, parents before children. A layer is a
-            module whose name ends in an index and whose 1-indexed `layer_number` is an int; modules inside a layer
-            are never layers.
+            module with a name that ends in an index and with a 1-indexed int `layer_number`; modules inside a layer are
+            never layers.
 
     Raises:
         PlanError: a layer number below 1, or two layers with one global name.
@@ -180,3 +185,76 @@ def _global_expert_index(meta: ParameterMetadata, index: int) -> int:
 
 def _short(ranks: list[int]) -> str:
     return str(ranks) if len(ranks) <= 8 else f"[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}] ({len(ranks)} ranks)"
+
+
+# child names that only wrappers use
+WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_DATA_PARALLEL = frozenset({"DistributedDataParallel", "DataParallel"})
+
+
+def wrapped_paths(module: nn.Module) -> frozenset[str]:
+    """Return the paths of children that are inside a wrapper; `clean_name` removes them from names.
+
+    A child called `module` counts as wrapped if its parent is a data-parallel module of torch or Megatron, or has no
+    other child and no tensor.
+    """
+    wrapped: set[str] = set()
+    for path, child in module.named_modules(remove_duplicate=False):
+        for name, _ in child._modules.items():  # a scripted module's _modules cannot be iterated over directly
+            if name in WRAPPED or (name == "module" and _wraps(child)):
+                wrapped.add(f"{path}.{name}" if path else name)
+
+    return frozenset(wrapped)
+
+
+def clean_name(name: str, wrapped: frozenset[str]) -> str:
+    """Return a parameter's or module's name without the wrappers in it; `wrapped` is from `wrapped_paths`."""
+    if not wrapped:
+        return name
+    kept, path = [], ""
+    for part in name.split("."):
+        path = f"{path}.{part}" if path else part
+        if path not in wrapped:
+            kept.append(part)
+    return ".".join(kept)
+
+
+def unwrapped(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module, then the module that it wraps, and so on inwards."""
+    inner: nn.Module | None = module
+    while inner is not None:
+        outer, inner = inner, None
+        yield outer
+        for name, child in outer._modules.items():
+            if child is not None and (name in WRAPPED or (name == "module" and _wraps(outer))):
+                inner = child
+
+
+def unwrapped_name(name: str) -> str:
+    """Return a dict key without names that only wrappers use; "module" stays, because any module may use it."""
+    parts = name.split(".")
+    kept = [part for part in parts if part not in WRAPPED]
+    return ".".join(kept) if kept and len(kept) < len(parts) else name
+
+
+def without_module(names: Iterable[str]) -> dict[str, str]:
+    """Return {name: name without "module."} if all names begin with it, else {}.
+
+    In a dict one cannot tell whether "module." is a wrapper, so the results are used as additional names.
+    """
+    listed = list(names)
+    if not all(name.startswith("module.") and name != "module." for name in listed):
+        return {}
+    return {name: name.removeprefix("module.") for name in listed}
+
+
+def holds_only_module(parent: nn.Module) -> bool:
+    """Return whether a module has one child, called `module`, and neither parameters nor buffers."""
+    children = [name for name, _ in parent._modules.items()]
+    return children == ["module"] and not len(parent._parameters) and not len(parent._buffers)
+
+
+def _wraps(parent: nn.Module) -> bool:
+    if any(kind.__name__ in _DATA_PARALLEL for kind in type(parent).__mro__):
+        return True
+    return holds_only_module(parent)

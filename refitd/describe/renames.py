@@ -7,7 +7,7 @@
     "model.layers.{layer}.mlp.up_proj.weight":      Part("model.layers.{layer}.mlp.gate_up.weight", 11008, first=11008)
 
 Patterns are matched against the names that a description has already: layers and experts are numbered over the whole
-model. A tensor's tiles, whatever cut them (TP, FSDP, several experts in one tensor), are intersected with the parts:
+model. A tensor's tiles (of TP, FSDP, several experts in one tensor) are intersected with the parts:
 
     2 groups of q0 q1 k0 v0 | q2 q3 k1 v1 over TP2: rank 1 holds rows 2:4 of q, row 1 of k and row 1 of v
 """
@@ -21,9 +21,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from refitd.describe.layout import canonical_name, global_shape_of, is_sharded, tiles_of
-from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.metadata import ParameterMetadata, Repeat, Tile, spaced
 from refitd.describe.names import detect_expert_index, with_expert_index
-from refitd.describe.tiles import Repeat, Tile, spaced
 from refitd.errors import PlanError
 from refitd.text import nearest, shown
 
@@ -62,13 +61,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A tensor whose rows are those of several parts.
+    """A tensor that holds the rows of several parts.
 
     Attributes:
         parts: the parts, in order.
         groups: the number of equal groups along the rows, each with its share of every part in turn; ranks split the
-            rows as they lie (Megatron's linear_qkv: one per query group). None: the parts lie one after the other, and
-            each rank that splits the rows has its share of every part (linear_fc1: gate | up on each rank).
+            rows contiguously (Megatron's linear_qkv: one per query group). None: the parts follow each other, and each
+            rank that splits the rows has its share of every part (linear_fc1: gate | up on each rank).
     """
 
     parts: tuple[Part, ...]
@@ -88,20 +87,21 @@ Rule = str | Part | Fused | Padded
 Names = Mapping[str, Rule]
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_EVERY = "{rest}"  # the pattern that matches every name
 
 
 def rename(metas: Sequence[ParameterMetadata], names: Names, *, is_target: bool) -> list[ParameterMetadata]:
     """Return the descriptions under the canonical names that `names` gives them.
 
     Args:
-        metas: descriptions with canonical names of their own framework.
-        names: {pattern: canonical name, Part, Fused or Padded}. `{layer}`, `{expert}` and other placeholders stand for
-            digits, `{rest}` for anything. The first pattern that matches counts.
-        is_target: whether the tensors are written, so that padding needs a fill.
+        metas: descriptions with canonical names of one framework.
+        names: {pattern: canonical name, Part, Fused or Padded}. `{layer}`, `{expert}` and other placeholders match
+            digits, `{rest}` any text. The first pattern that matches counts.
+        is_target: whether the tensors are written; padding then needs a fill.
 
     Raises:
-        PlanError: lists every tensor that no pattern matches, with the nearest names, and every tensor that is not
-            what its rule says. No two tensors of a source may give the same rows: one would be sent and the other lost.
+        PlanError: lists every tensor that no pattern matches, with the nearest names, and every tensor that contradicts
+            its rule. Two tensors of a source must not provide equal rows: one would be sent and the other lost.
     """
     rules = _Rules(names)
     found: list[ParameterMetadata] = []
@@ -129,6 +129,9 @@ class _Rules:
         self._patterns = list(names)
         self._parts: dict[str, list[tuple[Fused, Part]]] = {}  # by canonical name, with the rules that they are of
         problems: list[str] = []
+        if _EVERY in self._patterns[:-1]:
+            after = self._patterns[self._patterns.index(_EVERY) + 1]
+            problems.append(f"names[{after!r}] comes after {_EVERY!r}, which matches every name; put {_EVERY!r} last")
         for pattern, rule in names.items():
             if problem := _rule_problem(pattern, rule):
                 problems.append(f"names[{pattern!r}] {problem}" if isinstance(pattern, str) else f"names {problem}")
@@ -147,7 +150,7 @@ class _Rules:
             raise PlanError(problems)
 
     def rows_of(self, part: Part, rule: Fused) -> int:
-        """Return the rows of the whole canonical tensor that a rule's part is of.
+        """Return the number of rows of the whole canonical tensor of a rule's part.
 
         Other rules count if their parts are other rows: {"gate": rows 0:4 of w, "up": rows 4:8 of w} gives 8 for both.
         Parts with rows in common are of alternatives: a map may cover models, or layers, of several sizes.
@@ -209,7 +212,7 @@ def _rule_problem(pattern: object, rule: object) -> str:
 
 
 def _taken_twice(parts: Sequence[Part]) -> str:
-    """Return a canonical tensor of which two parts are the same rows; "" if there is none."""
+    """Return a canonical tensor with rows that two parts take; "" if no rows are taken twice."""
     for one, other in itertools.combinations(parts, 2):
         if one.tensor == other.tensor and _meet(one, other):
             return one.tensor
@@ -266,7 +269,7 @@ def _renamed(meta: ParameterMetadata, rules: _Rules, is_target: bool) -> Paramet
     if meta.tiles is None:
         rule, marks = rules.find(canonical_name(meta), meta.name)
         if isinstance(rule, str):
-            # without tiles, so that what other ranks say of the cut can still complete it
+            # without tiles: other ranks' descriptions of the split can still complete it
             return replace(meta, resolved_name=_filled(rule, marks), aliases=aliases)
         if isinstance(rule, Fused):
             meta = _with_shares(meta, rule)
@@ -280,7 +283,7 @@ def _renamed(meta: ParameterMetadata, rules: _Rules, is_target: bool) -> Paramet
             tiles += [replace(tile, tensor=_filled(rule, marks)) for tile in held]
             continue
         if problem := _shape_problem(rule, name, held, shape) or _stack_problem(rule, marks):
-            raise PlanError(f"{meta.name}: {problem}; check the config that names were made of, and the tensor's split")
+            raise PlanError(f"{meta.name}: {problem}; check the config behind names=, and the tensor's split")
         if isinstance(rule, Padded):
             fill = rule.fill if is_target and fill is None else fill
             rule = Fused((Part(rule.tensor, rule.rows, whole=rule.rows),))
@@ -320,7 +323,7 @@ def _single_name(alias: str, rules: _Rules, subject: str) -> str:
 
 
 def _with_shares(meta: ParameterMetadata, rule: Fused) -> ParameterMetadata:
-    """Return the description of rows of which each rank holds its share of every part."""
+    """Return the description with each rank's share of every part of the rows."""
     if rule.groups is not None or len(rule.parts) == 1 or not is_sharded(meta) or meta.partition_dim:
         return meta
     ways, rows = len(meta.tensor_parallel_group_ranks or ()), [part.rows for part in rule.parts]
@@ -389,7 +392,7 @@ def _beside(tile: Tile) -> list[Tile]:
 
 
 def _composed(whole: Tile, rule: Fused, marks: Mapping[str, str]) -> Iterator[Tile]:
-    """Yield the tiles of the canonical tensors for what a tile of the fused tensor holds of each part."""
+    """Yield the tiles of the canonical tensors in a tile of the fused tensor, for each part."""
     groups = rule.groups or 1
     for tile in _beside(whole):
         group, before = sum(part.rows for part in rule.parts) // groups, 0

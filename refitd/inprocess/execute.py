@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from refitd.copy_services.exchange import ExchangeResult, ExchangeService
-from refitd.copy_services.peers import Deadline
+from refitd.copy_services import ExchangeResult, ExchangeService
 from refitd.copy_services.pieces import raw
+from refitd.copy_services.waits import Deadline
 from refitd.errors import RefusedError
 from refitd.inprocess.rank_plan import RankPlan
 from refitd.inprocess.request import RankTensors
-from refitd.transforms.base import ReshardTransform, Slices
+from refitd.transforms import ReshardTransform, Slices
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -30,7 +30,7 @@ def execute(
     """Perform the plan's transfers, through `transform` where it applies. Collective; returns when all ranks are done.
 
     Raises:
-        RefusedError: a rank cannot do its part; every rank raises its reason, and nothing has moved.
+        RefusedError: a rank cannot do its part; every rank raises its reason before any transfer.
         RefitFailed: everything arrived, but a rank could not write it to its place (a transform failed).
         TransportError: bytes did not arrive; destinations are then undefined.
     """
@@ -117,7 +117,7 @@ def _prepare(plan: RankPlan, tensors: RankTensors, transform: ReshardTransform |
 
 
 class _Rows:
-    """Strided views of local tensors, addressed as if they were row-major, whatever their strides are."""
+    """Strided views of local tensors, addressed as if they were row-major; their strides do not matter."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -139,7 +139,7 @@ class _Rows:
         return self._cast[name]
 
     def view(self, name: str, size: list[int], offset: int, stride: list[int]) -> torch.Tensor:
-        """Return the box of a row; raises RefusedError unless it lies inside the tensor."""
+        """Return the box of a row; raises RefusedError unless it is inside the tensor."""
         tensor = self.whole(name)
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if last >= tensor.numel():
@@ -259,7 +259,7 @@ def _check_overlap(plan: RankPlan, tensors: RankTensors, transform: ReshardTrans
         if not is_identity:
             raise RefusedError(
                 f"{name}: it shares memory with the source's {other}, which would be overwritten while it is read; "
-                "give the target model tensors of its own"
+                "clone the target model's tensors"
             )
 
 

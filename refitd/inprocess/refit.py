@@ -5,8 +5,8 @@
     plan = build_centralized_reshard_plan(trainer_model, engine_model)
     execute_reshard_plan(plan, trainer_model, engine_model, service)      any number of times
 
-Each call describes the modules again, so that an old plan never meets a changed layout: `swap_model_weights` makes a
-new plan, `execute_reshard_plan` refuses. Nothing is pickled, every wait has a deadline, tensors are written in place.
+Each call describes the modules again. If the layout has changed, `swap_model_weights` makes a new plan, and
+`execute_reshard_plan` refuses. No message is pickled, every wait has a deadline, tensors are written in place.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from refitd.caches import BoundedCache
-from refitd.copy_services.exchange import ExchangeResult, ExchangeService
-from refitd.copy_services.peers import Deadline, Group, Peers
+from refitd.copy_services import ExchangeResult, ExchangeService
+from refitd.copy_services.peers import Group, Peers
 from refitd.copy_services.registry import installed
+from refitd.copy_services.waits import Deadline
 from refitd.errors import ConfigError
-from refitd.inprocess.agree import PlanCache, agree_on_plan
-from refitd.inprocess.compare_regions import compare_regions
+from refitd.inprocess.agree import AgreedPlan, PlanCache, agree_on_plan, agreed_plan, collect_for, compare_regions
 from refitd.inprocess.execute import execute
 from refitd.inprocess.request import Request
-from refitd.inprocess.reuse import AgreedPlan, agreed_plan, collect_for
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
     from refitd.describe.renames import Names
     from refitd.describe.ties import Aliases
-    from refitd.transforms.base import ReshardTransform
+    from refitd.transforms import ReshardTransform
 
 RefitBackendName = Literal["gloo", "nccl", "nvshmem"]
 DEFAULT_TIMEOUT_S = 600.0
@@ -75,21 +74,21 @@ def build_centralized_reshard_plan(
         dst_module: the module that this rank receives; None on ranks without a destination.
         num_experts: the number of experts in the whole model; by default the modules' `config.num_moe_experts`.
         group: a torch process group of all participating ranks; None is the default group.
-        src_rank_offset: added to every rank in the source's parallel groups, if they number a world of their own.
-        dst_rank_offset: the same for the destination's.
+        src_rank_offset: added to every rank in the source's parallel groups, if their numbers begin at 0.
+        dst_rank_offset: as `src_rank_offset`, for the destination's groups.
         casts: {canonical name or pattern with "*": the destination's dtype} for tensors to convert. All other
             differences of dtype are refused.
-        aliases: {canonical name: other canonical names of the same weight}, for ties that the modules do not show. Tied
+        aliases: {canonical name: other canonical names of its weight}, for ties that the modules do not show. Tied
             parameters and Megatron's shared embeddings are found without it.
         names: canonical names for the source's own, if destinations have others: {pattern: name, names.Fused or
-            names.Padded}, such as `refitd.names.megatron_to_hf(config)`. Every source tensor needs one. The same on
-            every rank with a source.
+            names.Padded}, such as `refitd.names.megatron_to_hf(config)`. Every source tensor needs one. Pass equal
+            names on every rank with a source.
         transform: converts some parameters on the way. It is needed here only if it changes the dtype that travels, and
             is the default of every execution.
         timeout: seconds until every wait of this call ends.
 
     Raises:
-        PlanError: on every rank with the same text; lists the problems of all ranks.
+        PlanError: on every rank, with one text; lists the problems of all ranks.
         DeadlineExceeded, PeerLost: a rank did not take part.
     """
     offsets = src_rank_offset, dst_rank_offset
@@ -115,8 +114,8 @@ def execute_reshard_plan(
     """Move the weights of `src_module` into `dst_module` by an existing plan, in place.
 
     Collective over the group: each rank passes its own part of one plan. Requirements on tensors, and the targets'
-    state after an error, are as in `reshard_model_weights`. The modules may differ from those that the plan was built
-    for if their layout is the same: names, shapes, dtypes, placement and ties.
+    state after an error, are as in `reshard_model_weights`. The modules need not be the plan's modules, but must have
+    its layout: names, shapes, dtypes, placement and ties.
 
     Args:
         plan: from `build_centralized_reshard_plan`.
@@ -134,7 +133,7 @@ def execute_reshard_plan(
         What this rank sent and received.
 
     Raises:
-        PlanError: on every rank: a rank has another plan, or modules that do not fit it. Nothing has been written.
+        PlanError: on every rank: a rank has another plan, or modules that do not fit it. No tensor has been written.
         RefusedError, TransportError, RefitFailed: see `reshard_model_weights`.
     """
     peers, deadline = _meeting(service, group), Deadline.after(timeout)
@@ -165,7 +164,7 @@ def swap_model_weights(
     verify: bool = True,
     check_replicas: bool = True,
 ) -> ExchangeResult:
-    """Copy the weights of `src_model` into `target_model`, whatever the two layouts are.
+    """Copy the weights of `src_model` into `target_model`, from any layout to any layout.
 
     Collective over the group. `refit_method` is a service, or a backend's name; then the service is cached for the next
     call. Everything else is as in `reshard_model_weights`.
@@ -218,7 +217,7 @@ def reshard_model_weights(
 
     Args:
         src_model: the module to read, or the list of chunks of a virtual pipeline stage.
-        target_model: the module to write, likewise; every data_ptr stays the same.
+        target_model: the module to write, or its list of chunks; no data_ptr changes.
         service: from `get_or_create_service`, or your own.
         group: the participating ranks; None is the service's group.
         src_rank_offset: see `build_centralized_reshard_plan`.
@@ -237,7 +236,7 @@ def reshard_model_weights(
         What this rank sent and received.
 
     Raises:
-        PlanError, RefusedError: nothing has been written.
+        PlanError, RefusedError: no tensor has been written.
         TransportError, RefitFailed: see above.
     """
     peers, deadline = _meeting(service, group), Deadline.after(timeout)

@@ -11,23 +11,22 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from refitd.describe.layout import canonical_name, global_shape_of, same_elements
-from refitd.describe.memory import extents, out_of_reach, overlapping, overlaps_itself, same_memory
+from refitd.describe.memory import extents, out_of_reach, overlapping, overlaps_itself, same_memory, tensor_problem
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.module import describe_module, get_refit_tensor_dict, is_dtensor, module_tensors
+from refitd.describe.names import holds_only_module
 from refitd.describe.renames import Names, rename
 from refitd.describe.ties import Aliases, declare_aliases
-from refitd.describe.usable import tensor_problem
-from refitd.describe.wrappers import holds_only_module
 from refitd.dtypes import dtype_name
 from refitd.errors import PlanError, RefusedError
-from refitd.inprocess.wire import RankDescribed
+from refitd.inprocess.rank_plan import RankDescribed
 from refitd.protocol.shards import shard_of
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from refitd.transforms.base import ReshardTransform
+    from refitd.transforms import ReshardTransform
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +35,16 @@ class Request:
 
     Attributes:
         source: the module to read, or the chunks of a virtual pipeline stage.
-        destination: the module to write, likewise.
+        destination: the module to write, or its chunks.
         num_experts: the number of experts in the whole model; by default from the modules' configs.
         src_rank_offset: added to the ranks in the source's parallel groups, if they number their own world.
         dst_rank_offset: the same for the destination's.
         casts: {canonical name or pattern with "*": dtype} for source tensors to convert.
         transform: converts some of the tensors.
-        aliases: declared ties, {canonical name: other canonical names of the same weight}.
+        aliases: declared ties, {canonical name: other canonical names of its weight}.
         names: canonical names for the source's own, see `refitd.describe.renames`.
         check_replicas: compare the elements that several source ranks hold before a plan's first exchange.
-        is_plan_only: nothing is read or written, so tensors may be on the meta device.
+        is_plan_only: no tensor is read or written, so tensors may be on the meta device.
     """
 
     source: nn.Module | Sequence[nn.Module] | None
@@ -69,7 +68,7 @@ class RankTensors:
         described: the rank's roster, as it is sent to the others.
         sources: local tensors to read, by local name.
         destinations: local tensors to write, by local name.
-        casts: the dtype to which source elements are converted, by local name.
+        casts: the dtype of source elements after conversion, by local name.
     """
 
     described: RankDescribed
@@ -127,7 +126,7 @@ def _side(
 
 
 def _cast_of(meta: ParameterMetadata, casts: Mapping[str, torch.dtype] | None) -> torch.dtype | None:
-    """Return the dtype to which a source tensor, with all that is fused in it, is converted; None if it is not."""
+    """Return the dtype of a source tensor and of all tensors fused in it after conversion; None without conversion."""
     names = {tile.tensor for tile in meta.tiles} if meta.tiles else {canonical_name(meta)}
     for pattern, dtype in (casts or {}).items():
         if dtype_name(dtype) != dtype_name(meta.dtype) and any(fnmatchcase(name, pattern) for name in names):
@@ -212,10 +211,14 @@ def _overlaps(
     """Return an error text if two destinations share memory and are not the same elements of one weight; else []."""
     metas = [m for m in wanted if transform is None or not transform.should_transform(m.name)]
     tensors = [destinations[m.name] for m in metas]
-    found = overlapping(
-        tensors,
-        extents(tensors),
-        lambda a, b: same_memory(tensors[a], tensors[b]) and _is_one_weight(metas[a], metas[b]),
+    sharing = overlapping(tensors, extents(tensors))
+    found = next(
+        (
+            (a, b)
+            for a, b in sharing
+            if not (same_memory(tensors[a], tensors[b]) and _is_one_weight(metas[a], metas[b]))
+        ),
+        None,
     )
     if found is None:
         return []
@@ -271,7 +274,7 @@ def _checked(request: Request, rank: int) -> Request:
             if not isinstance(name, str) or type(dtype).__name__ != "dtype":
                 refuse(f"casts[{name!r}]", dtype, "a torch dtype, under a canonical name or a pattern")
     if not isinstance(request.aliases, Mapping | None):
-        refuse("aliases", request.aliases, "{canonical name: the other canonical names of the same weight}")
+        refuse("aliases", request.aliases, "{canonical name: the other canonical names of its weight}")
     if request.transform is not None and not callable(getattr(request.transform, "should_transform", None)):
         refuse("transform", request.transform, "a ReshardTransform, or None")
     _refuse(problems)
@@ -303,7 +306,7 @@ def _model(which: str, given: Any) -> nn.Module | Sequence[nn.Module] | None:
 def _unwrapped(model: nn.Module | Sequence[nn.Module] | None) -> nn.Module | Sequence[nn.Module] | None:
     """Return the model inside wrappers (DistributedDataParallel, Float16Module) that hold only `module`.
 
-    Otherwise its names would differ from those of an unwrapped model.
+    With them, its names would differ from the names of an unwrapped model.
     """
     from torch import nn
 

@@ -1,7 +1,7 @@
 """DTensors whose shards differ in size in ways that placements do not tell (Megatron-FSDP, split tensors).
 
-The ranks exchange their shards' sizes, one mesh dimension after the other, and compute from them where each shard
-lies. The mesh dimensions that cut one tensor dimension are ordered from the outermost cut to the innermost:
+The ranks exchange their shards' sizes, one mesh dimension after the other, and compute each shard's place from them.
+The mesh dimensions that cut one tensor dimension are ordered from the outermost cut to the innermost:
 
     [Shard(0), Shard(0)] on a 2 x 2 mesh, 10 rows:   mesh dim 0 cuts first
         rank (0,0) rows 0:4   rank (0,1) rows 4:5   rank (1,0) rows 5:5   rank (1,1) rows 5:10
@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from refitd.copy_services.peers import Deadline, Peers
+from refitd.copy_services.peers import Peers
+from refitd.copy_services.waits import Deadline
 from refitd.describe.dtensors import mesh_splits
 from refitd.errors import PlanError
 from refitd.plan.boxes import Box, layout_violations, slice_intersection, slice_moved
@@ -38,7 +39,7 @@ class UnevenLayoutError(PlanError, AssertionError):
 
 
 def gather_and_compute_chunk_metadata(dtensor: DTensor, *, timeout: float = DEFAULT_TIMEOUT_S) -> ChunkStorageMetadata:
-    """Return where this rank's shard lies in the whole tensor. Collective over the mesh.
+    """Return the place of this rank's shard in the whole tensor. Collective over the mesh.
 
     Raises:
         TypeError: the argument is not a DTensor.
@@ -65,10 +66,10 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor, *, timeout: float = DEFA
 
 
 def update_uneven_dtensor_chunk_metadata(dtensor: DTensor, *, timeout: float = DEFAULT_TIMEOUT_S) -> None:
-    """Compute where this rank's shard lies and store that on the local tensor, in place. Collective over the mesh.
+    """Compute this rank's place in the whole tensor and store it on the local tensor. Collective over the mesh.
 
-    torch.distributed.checkpoint then saves and loads the DTensor by it. Errors are those of
-    `gather_and_compute_chunk_metadata`.
+    torch.distributed.checkpoint then saves and loads the DTensor by it. Raises what `gather_and_compute_chunk_metadata`
+    raises.
     """
     _keep_chunk(dtensor, gather_and_compute_chunk_metadata(dtensor, timeout=timeout))
 
@@ -76,8 +77,7 @@ def update_uneven_dtensor_chunk_metadata(dtensor: DTensor, *, timeout: float = D
 def validate_uneven_dtensor(dtensor: DTensor, *, timeout: float = DEFAULT_TIMEOUT_S) -> None:
     """Check that the chunks of all ranks make up the whole tensor: each element in exactly one. Collective.
 
-    A chunk that the DTensor carries is checked as it is; one that carries none is computed. Replicas must say the
-    same.
+    A chunk that the DTensor carries is checked unchanged; a missing chunk is computed. Replicas must have equal chunks.
 
     Raises:
         TypeError: the argument is not a DTensor.
@@ -100,7 +100,7 @@ def validate_uneven_dtensor(dtensor: DTensor, *, timeout: float = DEFAULT_TIMEOU
         else:
             rows = found.reshape(-1, rows.shape[1])
     dims = dtensor.dim()
-    # replicas that differ are seen by some ranks only, until everyone is told
+    # only some ranks have seen replicas that differ; share the problems
     problems = _from_all(dtensor, problems, deadline)
     boxes: list[Box] = []
     for row in rows.tolist():
@@ -170,7 +170,7 @@ def gather_uneven_dtensor_to_full_tensor(
 
     Args:
         dtensor: the tensor; its local shards must make it up in the order of the mesh.
-        target_device: where the result lies; by default where the shards do.
+        target_device: the device of the result; by default the device of the shards.
         timeout: seconds until every wait ends.
 
     Raises:
@@ -192,26 +192,26 @@ def split_dtensor(
     *,
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> Iterator[DTensor]:
-    """Yield the sections of a DTensor along a dimension, with its placements; nothing is sent or copied.
+    """Yield the sections of a DTensor along a dimension, with its placements, without sending or copying.
 
-    Each rank keeps what it holds of each section: an uneven shard, perhaps an empty one. The sections' local
-    tensors are views, and know their chunks.
+    Each rank keeps its own part of each section: an uneven shard, perhaps an empty one. The sections' local tensors are
+    views, and carry their chunks.
 
         6 rows over 2 ranks, sections [4, 2]:   rank 0 has 3 rows and 0 rows, rank 1 has 1 row and 2 rows
 
     Collective where the DTensor does not carry its chunk yet, or with `update_uneven_dtensor_chunk_meta`.
 
     Args:
-        dtensor: what is split.
+        dtensor: the tensor to split.
         split_size_or_sections: the size of each section (the last may be smaller), or the sizes of all.
         dim: the dimension, negative ones from the end.
-        update_uneven_dtensor_chunk_meta: compute the chunks anew from all ranks' sizes instead of from this one's.
+        update_uneven_dtensor_chunk_meta: compute the chunks from all ranks' sizes instead of from this rank's chunk.
         timeout: seconds until every wait ends.
 
     Raises:
         TypeError: the argument is not a DTensor. Raised at the call, not when iterated.
         UnevenLayoutError: see `gather_and_compute_chunk_metadata`.
-        ValueError: sizes that are negative or do not add up to the dimension's. Raised at once, not when iterated.
+        ValueError: sizes that are negative or do not add up to the dimension's. Raised at the call, not when iterated.
     """
     check_is_dtensor(dtensor)
     deadline = Deadline.after(timeout)
@@ -224,7 +224,7 @@ def split_dtensor(
 
 
 def check_is_dtensor(value: object) -> None:
-    """Raise TypeError unless the value is a DTensor. Only this rank raises; nothing has been sent."""
+    """Raise TypeError unless the value is a DTensor. Only this rank raises, before any message."""
     if not isinstance(value, DTensor):
         found = f"{type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else None
         raise TypeError(
@@ -332,7 +332,7 @@ def _along(dtensor: DTensor, mesh_dim: int, tensor: torch.Tensor, deadline: Dead
 
 
 def _from_all(dtensor: DTensor, problems: list[str], deadline: Deadline) -> list[str]:
-    """Return the first problem that any rank of the mesh has found, the same on all ranks; [] if there is none."""
+    """Return the first problem of any rank of the mesh, identical on all ranks; [] if no rank has one."""
     said = problems[0] if problems else ""
     for mesh_dim in range(dtensor.device_mesh.ndim):
         peers = Peers(dtensor.device_mesh.get_group(mesh_dim))
@@ -361,7 +361,7 @@ def _keep_chunk(dtensor: DTensor, chunk: ChunkStorageMetadata) -> None:
     local: Any = local_shard(dtensor)
 
     def write_items(fqn: str, tensor: DTensor) -> list[WriteItem]:
-        if not prod(chunk.sizes):  # it would begin at the next shard's offset, and be mistaken for that shard
+        if not prod(chunk.sizes):  # it would begin at the next shard's offset, and be mistaken for the next shard
             return []
         return [
             WriteItem(

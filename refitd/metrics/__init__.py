@@ -8,11 +8,11 @@ from typing import Protocol, TypeVar
 
 
 class Endpoint(Protocol):
-    """What serves a process's metrics."""
+    """Serves a process's metrics."""
 
     @property
     def endpoint(self) -> str:
-        """Where it listens."""
+        """The address on which it listens."""
 
 
 Monitor = TypeVar("Monitor", bound=Endpoint)
@@ -33,7 +33,7 @@ def opened(
 def keep_apart() -> None:
     """Keep prometheus_client, which reads this when it is imported, from sharing values through files.
 
-    vLLM and others set the variable for their own processes, and whoever starts a daemon may have it, too.
+    vLLM sets the variable for its processes, and a process that starts a daemon may have it too.
     """
     for variable in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"):
         os.environ.pop(variable, None)

@@ -15,7 +15,7 @@ from refitd.metrics.http import HttpServer, Page
 S = TypeVar("S")
 M = TypeVar("M", bound=MetricWrapperBase)
 
-# A page is made anew at most this often, however often it is asked for.
+# A page is rendered at most this often, and cached between.
 FRESH_S = 0.5
 
 # A loop that has not published for this long hangs. It publishes every second.
@@ -42,7 +42,7 @@ class Exporter(Generic[S]):
             RefusedError: the address cannot be listened on.
         """
         self._registry, self._show = registry, show
-        disable_created_metrics()  # a second series for each counter, which nobody asks for
+        disable_created_metrics()  # a second series for each counter, without users
         self._published: tuple[S, str, float] | None = None
         self._page, self._made_at = Page(b""), -FRESH_S
         ProcessCollector(registry=registry)
@@ -52,7 +52,7 @@ class Exporter(Generic[S]):
         self.endpoint = f"{f'[{host}]' if ':' in host else host}:{port}"
 
     def publish(self, snapshot: S, lacks: str) -> None:
-        """Replace the snapshot, which must not change any more; `lacks` is why the process is not ready, if it is not.
+        """Replace the snapshot, which must not change later; `lacks` is why the process is not ready, "" if it is.
 
         Called by the loop.
         """
@@ -88,14 +88,14 @@ def _judged(problem: str) -> Page:
 
 
 class Labelled(Generic[M]):
-    """The series of one metric with labels, of which there are at most MAX_SERIES."""
+    """At most MAX_SERIES series of one metric with labels."""
 
     def __init__(self, metric: M) -> None:
         self._metric = metric
         self._series: dict[tuple[str, ...], M] = {}
 
     def of(self, *values: str) -> M:
-        """Return the series with these label values; beyond the limit, that whose values are all OTHER."""
+        """Return the series with these label values; beyond the limit, the series whose values are all OTHER."""
         found = self._series.get(values)
         if found is None:
             known = values if len(self._series) < MAX_SERIES else (OTHER,) * len(values)

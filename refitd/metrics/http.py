@@ -1,4 +1,4 @@
-"""A small HTTP server on a thread of its own: few connections, short requests, GET only, known Host headers."""
+"""A small HTTP server on a separate thread: few connections, short requests, GET only, known Host headers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from functools import partial
 
 from refitd.errors import RefusedError
 
-# Limits of what clients may take: connections at a time, bytes of a request, seconds from the first to the last byte.
+# Limits on clients: connections at a time, bytes of a request, seconds from the first to the last byte.
 MAX_CLIENTS = 32
 MAX_REQUEST_BYTES = 16 << 10
 EXCHANGE_S = 5.0
@@ -53,8 +53,8 @@ Routes = Mapping[str, Callable[[], Page]]
 class HttpServer:
     """Answers GET requests for the paths of `routes`. It closes each connection after one answer.
 
-    A web page of somebody else cannot read it by a name of its own that leads here (DNS rebinding): a Host header must
-    be an address, localhost, or one of `names`.
+    A foreign web page cannot read it through a DNS name that points here (DNS rebinding): a Host header must be an
+    address, localhost, or one of `names`.
 
     Attributes:
         address: the host and port that it listens on.
@@ -65,9 +65,9 @@ class HttpServer:
 
         Args:
             address: host and port; port 0 takes any free one.
-            names: by which clients may call this host, besides localhost and addresses.
+            names: of this host in Host headers, besides localhost and addresses.
             routes: the page for each path, made on the server's thread.
-            setting: what sets the address, for the error.
+            setting: name of the setting with the address, for the error.
 
         Raises:
             RefusedError: the address cannot be listened on.
@@ -209,7 +209,7 @@ def listening(address: tuple[str, int], named: str) -> socket.socket:
 
 
 def _bound(address: tuple[str, int]) -> socket.socket:
-    """Return a listening socket; SO_REUSEADDR for a restart, but no other process can take the port meanwhile."""
+    """Return a listening socket; SO_REUSEADDR for a restart, but no other process can take the port."""
     (family, kind, _, _, where), *_ = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     found = socket.socket(family, kind)
     try:

@@ -1,22 +1,33 @@
-"""Read and write manifests in TOML and JSON files."""
+"""Read and write manifest files, and convert shards manifests, which list every rank with its tensors."""
 
 from __future__ import annotations
 
-import json
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from refitd.describe.layout import canonical_name, is_sharded, layout_problems
+from refitd.describe.metadata import ParameterMetadata, Repeat, Roster, Tile
+from refitd.dtypes import dtype_name, element_size
 from refitd.errors import ConfigError
-from refitd.files import read_regular
-from refitd.offline.layouts import layout_problems
-from refitd.offline.models import read_model
-from refitd.offline.shards import read_shards
-from refitd.offline.tables import refusal, shown, table
-from refitd.offline.values import KINDS, MAX_FILE_BYTES, Layout, Manifest, ModelSpec
+from refitd.files import each, read_file, refusal, shown, table, tables
+from refitd.offline.layouts import (
+    KINDS,
+    Layout,
+    Manifest,
+    ModelSpec,
+    ShardRank,
+    ShardRepeat,
+    Shards,
+    ShardSplit,
+    ShardTensor,
+    ShardTile,
+    dtype_problems,
+    problems_of,
+    read_model,
+)
 
 
 def load(path: str | Path, model: ModelSpec | None = None) -> Manifest:
@@ -50,20 +61,6 @@ def load_model(path: str | Path) -> ModelSpec:
     return found
 
 
-def parse(text: str, where: str, *, is_json: bool) -> dict[str, Any]:
-    """Return the tables of a file; raises ConfigError if it is not valid TOML or JSON, or repeats a key."""
-    try:
-        found = (
-            json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant) if is_json else tomllib.loads(text)
-        )
-    except (ValueError, RecursionError) as error:
-        what = "JSON" if is_json else "TOML"
-        raise ConfigError(f"{where}: not {what}: {error}; is the file complete?") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where}: holds {shown(found)}, expected a table with a key `kind`")
-    return found
-
-
 def read(values: Mapping[str, Any], where: str, model: ModelSpec | None = None) -> ModelSpec | Manifest:
     """Turn the tables of a file into a checked manifest; a layout's model must be in the file, or be passed.
 
@@ -89,7 +86,7 @@ def read(values: Mapping[str, Any], where: str, model: ModelSpec | None = None) 
     elif kind == "layout":
         found = table(Layout, rest, "", problems)
         if found is not None and found.model is not None and not problems:
-            problems += layout_problems(found)
+            problems += problems_of(found)
     else:
         found = read_shards(rest, problems)
     if problems or found is None:
@@ -103,25 +100,164 @@ def to_json(manifest: ModelSpec | Manifest) -> str:
     return msgspec.json.format(msgspec.json.encode(packed), indent=1).decode() + "\n"
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """Return the tables of a file, TOML or JSON by its ending; raises ConfigError if it cannot be read."""
-    try:
-        text = read_regular(path, MAX_FILE_BYTES).decode()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
-    return parse(text, str(path), is_json=path.suffix == ".json")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {repeated!r} occurs twice in one table")
+def read_shards(values: Mapping[str, Any], problems: list[str]) -> Shards | None:
+    """Read and check the tables of a shards manifest; None if they cannot be read."""
+    shards: dict[str, tuple[ShardTensor, ...]] = {}
+    given = values.get("shards")
+    if given is not None and not isinstance(given, Mapping):
+        problems.append(f"shards: is {shown(given)}, expected tables of lists of tensors")
+    for key, entries in given.items() if isinstance(given, Mapping) else ():
+        where = f"shards.{key}"
+        read = each(ShardTensor, tables(entries, where, problems), where, problems)
+        shards[key] = tuple(tensor for tensor in read if tensor is not None)
+    ranks = each(ShardRank, tables(values.get("ranks"), "ranks", problems), "ranks", problems)
+    read_already: dict[str, Any] = {}
+    if "shards" in values:
+        read_already["shards"] = shards
+    if "ranks" in values:
+        read_already["ranks"] = tuple(rank for rank in ranks if rank is not None)
+    found = table(Shards, values, "", problems, **read_already)
+    if found is not None and not problems:
+        problems += _shards_problems(found)
     return found
 
 
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is not a number that can be used here")
+def _shards_problems(manifest: Shards) -> list[str]:
+    problems: list[str] = []
+    for key, tensors in manifest.shards.items():
+        names: set[str] = set()
+        for tensor in tensors:
+            where = f"shards.{key}: {tensor.name}"
+            if tensor.name in names:
+                problems.append(f"{where}: described twice in one shard; local names must be unique")
+            names.add(tensor.name)
+            problems += dtype_problems(f"{where}: dtype", tensor.dtype)
+            if tensor.split is not None and tensor.tiles is not None:
+                problems.append(f"{where}: split and tiles are both given; give one of them")
+    known: dict[int, int] = {}
+    for number, rank in enumerate(manifest.ranks):
+        if rank.rank in known:
+            problems.append(f"ranks[{number}]: rank {rank.rank} is also that of ranks[{known[rank.rank]}]")
+        known.setdefault(rank.rank, number)
+    if not manifest.ranks:
+        problems.append("ranks: none; a manifest has at least one")
+    if problems:
+        return problems
+    for number, rank in enumerate(manifest.ranks):
+        found = _rank_problems(manifest, rank, known)
+        problems += [f"ranks[{number}] (rank {rank.rank}): {problem}" for problem in found]
+    return problems
+
+
+def _rank_problems(manifest: Shards, rank: ShardRank, known: Mapping[int, int]) -> list[str]:
+    problems = []
+    if rank.shard not in manifest.shards:
+        known_shards = ", ".join(list(manifest.shards)[:8]) or "none"
+        return [f"shard {rank.shard!r} is not among the shards; known: {known_shards}"]
+    for name, group in rank.groups.items():
+        if rank.rank not in group:
+            problems.append(f"it is not in its group {name!r} {shown(list(group))}")
+        if len(set(group)) != len(group):
+            problems.append(f"its group {name!r} {shown(list(group))} names a rank twice")
+        if strangers := [other for other in group if other not in known]:
+            problems.append(f"its group {name!r} names ranks that the manifest lacks: {shown(strangers)}")
+    tensors = manifest.shards[rank.shard]
+    missing = sorted({t.split.group for t in tensors if t.split is not None} - rank.groups.keys())
+    problems += [f"shard {rank.shard!r} splits tensors over group {name!r}, which it lacks" for name in missing]
+    return problems or list(
+        dict.fromkeys(problem for t in tensors for problem in layout_problems(shard_metadata(t, rank)))
+    )
+
+
+def shard_metadata(tensor: ShardTensor, rank: ShardRank, offset: int = 0) -> ParameterMetadata:
+    """Return the description of a tensor on `rank`, with `offset` added to every rank."""
+    split = tensor.split
+    tiles = None if tensor.tiles is None else tuple(
+        Tile(
+            t.tensor, t.offset, t.size, t.local_offset, t.local_stride,
+            None if t.repeat is None else Repeat(t.repeat.dim, t.repeat.count, t.repeat.step, t.repeat.local_step),
+        )
+        for t in tensor.tiles
+    )  # fmt: skip
+    return ParameterMetadata(
+        name=tensor.name,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        element_size=element_size(tensor.dtype),
+        is_tp=split is not None,
+        partition_dim=split.dim if split else 0,
+        partition_stride=split.stride if split else 1,
+        partition_sizes=list(split.sizes) if split and split.sizes is not None else None,
+        owner_rank=rank.rank + offset,
+        tensor_parallel_group_ranks=[offset + other for other in rank.groups[split.group]] if split else None,
+        resolved_name=tensor.tensor or tensor.name,
+        tiles=tiles,
+        global_shape=tensor.global_shape,
+        fill=tensor.fill,
+        aliases=tensor.aliases,
+        cast_from=tensor.cast_from,
+        cast_to=tensor.cast_to,
+    )
+
+
+def shards_of(name: str, rosters: Iterable[Roster], side: Literal["source", "destination"]) -> Shards:
+    """Return the manifest of one side of rosters; ranks that differ only in their groups share a shard.
+
+    It keeps the rosters' rank numbers (first_rank 0).
+    """
+    numbers: dict[tuple[ShardTensor, ...], str] = {}
+    known: dict[int, tuple[object, str, dict[str, tuple[int, ...]]]] = {}
+    ranks = []
+    for roster in sorted(rosters, key=lambda roster: roster.rank):
+        held = getattr(roster, side)
+        if not held:
+            continue
+        if id(held) in known:
+            _, shard, groups = known[id(held)]
+        else:
+            tensors, groups = _shard(held)
+            shard = numbers.setdefault(tensors, f"shard{len(numbers)}")
+            known[id(held)] = (held, shard, groups)  # keeping `held` prevents the reuse of its id
+        ranks.append(ShardRank(rank=roster.rank, shard=shard, node=roster.node, label=roster.label, groups=groups))
+    shards = {shard: tensors for tensors, shard in numbers.items()}
+    return Shards(name=name, shards=shards, ranks=tuple(ranks), first_rank=0)
+
+
+def _shard(held: Iterable[ParameterMetadata]) -> tuple[tuple[ShardTensor, ...], dict[str, tuple[int, ...]]]:
+    """Return a rank's tensors with named groups, and the groups by name, in the order of first use."""
+    groups: dict[tuple[int, ...], str] = {}
+    tensors = []
+    for meta in held:
+        split = None
+        if is_sharded(meta):
+            group = tuple(meta.tensor_parallel_group_ranks or ())
+            sizes = None if meta.partition_sizes is None else tuple(meta.partition_sizes)
+            split = ShardSplit(
+                dim=meta.partition_dim,
+                group=groups.setdefault(group, f"group{len(groups)}"),
+                stride=meta.partition_stride,
+                sizes=sizes,
+            )
+        canonical = canonical_name(meta)
+        tensors.append(
+            ShardTensor(
+                name=meta.name,
+                shape=tuple(meta.shape),
+                dtype=dtype_name(meta.dtype),
+                tensor=None if canonical == meta.name else canonical,
+                split=split,
+                tiles=None if meta.tiles is None else tuple(map(_shard_tile, meta.tiles)),
+                global_shape=None if meta.global_shape is None else tuple(meta.global_shape),
+                fill=meta.fill,
+                aliases=tuple(meta.aliases),
+                cast_from=meta.cast_from,
+                cast_to=meta.cast_to,
+            )
+        )
+    return tuple(tensors), {name: group for group, name in groups.items()}
+
+
+def _shard_tile(tile: Tile) -> ShardTile:
+    r = tile.repeat
+    repeat = None if r is None else ShardRepeat(r.dim, r.count, r.step, r.local_step)
+    return ShardTile(tile.tensor, tile.offset, tile.size, tile.local_offset, tile.local_stride, repeat)

@@ -1,42 +1,156 @@
 """Turn rosters into one exact plan.
 
     rosters -> layouts      names, geometries and layout classes as columns        (read_rosters.py, layouts.py)
-            -> match        pieces of each destination class, and their holders    (match.py, lcm.py, intersect.py)
-            -> regions      elements that several source ranks hold, to compare    (regions.py)
-            -> shares       which rank sends which pieces to which                 (replicas.py)
+            -> match        pieces of each destination class, and their holders    (match.py, boxes.py)
+            -> regions      elements that several source ranks hold, to compare    (shared.py)
+            -> shares       the sender of each piece                               (replicas.py, between_nodes.py)
             -> shared plan  pieces joined into rows, rows shared by ranks          (coalesce.py, shared.py)
             -> table        one row per copy                                       (table.py)
 
-Up to the last step, the work grows with the number of different layouts, not with the number of ranks.
+Up to the last step, the work grows with the number of different layouts, not with the number of ranks. The results of
+all steps before the shares depend on descriptions only; `Remembered` reuses them for the same descriptions on other
+ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import numpy as np
+import numpy.typing as npt
 
-from refitd.describe.roster import Roster
+from refitd.describe.metadata import ParameterMetadata, Roster
 from refitd.errors import PlanError
-from refitd.plan.alike import joined_alike
-from refitd.plan.bundles import KnownBundles, bundles_for, set_bytes_of
-from refitd.plan.cables import EQUAL, Cables, Floats
-from refitd.plan.coalesce import Rows
-from refitd.plan.columns import Ints, find, first_alike, hashed, in_order, mixed, numbered, offsets_of, ranges
-from refitd.plan.fills import shared_fills
-from refitd.plan.kept import Kept
+from refitd.plan.between_nodes import KnownBundles, Shares, bundles_for, set_bytes_of
+from refitd.plan.coalesce import Rows, joined_alike
+from refitd.plan.columns import Ints, Memo, find, first_alike, hashed, in_order, mixed, numbered, offsets_of, ranges
+from refitd.plan.completion import SIDES
+from refitd.plan.cost import EQUAL, Cables, Floats
 from refitd.plan.layouts import Layouts, Side
 from refitd.plan.match import Match, match
-from refitd.plan.ops import ReshardPlan
-from refitd.plan.read_rosters import read_rosters
-from refitd.plan.regions import held_by_classes
-from refitd.plan.remembered import Found, Remembered
+from refitd.plan.ops import ReshardPlan, reshard_plans
+from refitd.plan.read_rosters import MAX_RANK, label_of, nodes_of, read_rosters
 from refitd.plan.replicas import Demands, choose_sources
-from refitd.plan.senders import Shares
-from refitd.plan.shared import GlobalPlan, SharedPlan
-from refitd.plan.validate import shared_violations
-from refitd.plan.views import reshard_plans
+from refitd.plan.shared import GlobalPlan, HeldByClasses, SharedPlan, held_by_classes, shared_fills
+from refitd.plan.validate import Proof, shared_violations
+
+# How many fleets' descriptions are remembered: a replica that joins is planned for alone, then with all others.
+KEPT = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Layouts without problems, their match, and the elements that several source ranks hold.
+
+    `rows` and `proof` are of the last plan for these descriptions; its ranks may have been others.
+    """
+
+    layouts: Layouts
+    match: Match
+    held: HeldByClasses
+    bundles: KnownBundles = field(default_factory=KnownBundles)
+    rows: Memo[Rows] = field(default_factory=Memo)
+    proof: Memo[Proof] = field(default_factory=Memo)
+
+
+@dataclass(frozen=True, eq=False)
+class _Last:
+    """`lists` are the distinct descriptions of each side, by first rank; `classes` the class of each, by its id."""
+
+    lists: tuple[tuple[Sequence[ParameterMetadata], ...], ...]  # referenced here, so their ids are not reused
+    classes: tuple[dict[int, int], ...]
+    found: Found
+
+
+class Remembered:
+    """Reuses results for the descriptions of the last plans: of the whole fleet, and of a joining replica alone.
+
+    If a rank that joins, leaves or moves is described like others, layouts and match stay; only the classes of ranks
+    change. This holds for descriptions that several ranks share and that name no ranks, unless a source becomes the
+    second of its class, or the only one: then the cells that several ranks hold change.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[_Last] = []  # the one used last comes last
+
+    def again(self, rosters: Sequence[Roster]) -> Found | None:
+        """Return what was found of these descriptions, with these ranks; None if it must be found."""
+        ordered = _ordered(rosters)
+        if ordered is None:
+            return None
+        for kept in reversed(self._kept):
+            if (found := self._again(ordered, kept)) is not None:
+                self._kept.remove(kept)
+                self._kept.append(kept)
+                return found
+        return None
+
+    @staticmethod
+    def _again(ordered: Sequence[Roster], kept: _Last) -> Found | None:
+        sides: list[Ints] = []
+        for side, lists, classes in zip(SIDES, kept.lists, kept.classes, strict=True):
+            ids = [*map(id, map(attrgetter(side), ordered))]
+            if [*dict.fromkeys(ids)] != [*map(id, lists)]:
+                return None
+            sides.append(np.array([*map(classes.__getitem__, ids)], np.int64))
+        layouts = kept.found.layouts
+        if not np.array_equal(_is_repeated(sides[0]), _is_repeated(layouts.source.rank_class)):
+            return None
+        return replace(
+            kept.found,
+            layouts=replace(
+                layouts,
+                ranks=np.array([roster.rank for roster in ordered], np.int64),
+                labels=tuple(map(label_of, ordered)),
+                nodes=nodes_of(ordered),
+                source=replace(layouts.source, rank_class=sides[0]),
+                destination=replace(layouts.destination, rank_class=sides[1]),
+            ),
+        )
+
+    def keep(self, rosters: Sequence[Roster], found: Found) -> None:
+        """Remember what was found, if it depends on the descriptions alone."""
+        ordered = _ordered(rosters)
+        if ordered is None:
+            return
+        lists, classes = [], []
+        for side, columns in zip(SIDES, (found.layouts.source, found.layouts.destination), strict=True):
+            held = {id(each): each for each in (getattr(roster, side) for roster in ordered)}
+            if not all(_names_no_rank(each) for each in held.values()):
+                return
+            of: dict[int, int] = {}
+            for roster, number in zip(ordered, columns.rank_class.tolist(), strict=True):
+                if of.setdefault(id(getattr(roster, side)), number) != number:
+                    return
+            lists.append(tuple(held.values()))
+            classes.append(of)
+        self._kept = [*self._kept, _Last(tuple(lists), tuple(classes), found)][-KEPT:]
+
+
+def _ordered(rosters: Sequence[Roster]) -> list[Roster] | None:
+    """Return the rosters sorted by rank; None if a rank is invalid or repeated."""
+    ranks = [roster.rank for roster in rosters]
+    if not all(isinstance(rank, int) for rank in ranks) or len(set(ranks)) != len(ranks):
+        return None
+    if ranks and not (min(ranks) >= 0 and max(ranks) <= MAX_RANK):
+        return None
+    return sorted(rosters, key=attrgetter("rank"))
+
+
+def _is_repeated(rank_class: Ints) -> npt.NDArray[np.bool_]:
+    """Return whether each class has several ranks."""
+    found: npt.NDArray[np.bool_] = np.bincount(rank_class[rank_class >= 0]) > 1
+    return found
+
+
+def _names_no_rank(described: Sequence[ParameterMetadata]) -> bool:
+    # a list might be changed afterwards
+    return isinstance(described, tuple) and all(
+        m.owner_rank is None and not (m.is_tp and m.tiles is None and m.tensor_parallel_group_ranks) for m in described
+    )
+
 
 __all__ = ["GlobalPlan", "plan_copies", "plan_reshard"]
 
@@ -44,8 +158,8 @@ __all__ = ["GlobalPlan", "plan_copies", "plan_reshard"]
 def plan_copies(rosters: Sequence[Roster], remembered: Remembered | None = None, cables: Cables = EQUAL) -> GlobalPlan:
     """Plan the copies that write every destination element exactly once, each from one chosen source.
 
-    The result depends only on the rosters' content and the cables' speeds, never on the rosters' order. What is
-    `remembered` of earlier plans is not found again; the speeds have no part in that.
+    The result depends only on the rosters' content and the cables' speeds, never on the rosters' order. Results
+    `remembered` from earlier plans are reused; they do not depend on the speeds.
 
     Raises:
         PlanError: lists every problem; there are no partial plans.
@@ -141,16 +255,16 @@ def _members(side: Side) -> tuple[Ints, Ints]:
     return offsets_of(side.rank_class[order], side.classes), order
 
 
-def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted, known: Kept[Rows]) -> SharedPlan:
+def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted, known: Memo[Rows]) -> SharedPlan:
     """Join the pieces that each pair of ranks exchanges into rows; pairs with equal copies share their rows.
 
-    Rows of the same pieces as before are those that are `known`.
+    If the pieces equal the last plan's, its rows are reused (`known`).
     """
     pieces = found.pieces
     order = in_order(allotted.dst, allotted.src, allotted.low)
     src, dst, low, high = (column[order] for column in (allotted.src, allotted.dst, allotted.low, allotted.high))
-    # a job is everything that one rank sends to another; pieces determine the destination's class, so that jobs with
-    # the same runs of pieces and the same source class copy the same rows
+    # a job is everything that one rank sends to another; pieces determine the destination's class, so jobs with equal
+    # runs of pieces and one source class copy equal rows
     run = low * (len(pieces.spot) + 1) + high
     opens = np.concatenate([[True], (np.diff(src) != 0) | (np.diff(dst) != 0)])[: len(src)]
     job_start = np.flatnonzero(opens)
@@ -163,7 +277,8 @@ def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted, known: Kep
     run_count = np.diff(np.append(job_start, len(src)))[example]
     owner, at = ranges(job_start[example], run_count)
     runs = (owner, low[at], high[at], job_class[example])
-    rows = known.made_of(runs, lambda: _rows(layouts, found, *runs))
+    if (rows := known.of(runs)) is None:
+        rows = known.keep(runs, _rows(layouts, found, *runs))
     return SharedPlan(
         tensors=layouts.tensors,
         locals=layouts.locals,
@@ -179,7 +294,7 @@ def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted, known: Kep
 def _rows(layouts: Layouts, found: Match, owner: Ints, low: Ints, high: Ints, source_class: Ints) -> Rows:
     """Return the rows of runs of pieces low:high; owner o reads the tensors of a class.
 
-    Pieces are joined as all who need them can join them, so that what ranks of a node need alike are equal boxes.
+    Pieces are joined only as all their receivers can join them, so equal needs of ranks of a node are equal boxes.
     """
     pieces, holdings, classes = found.pieces, found.holdings, max(1, layouts.source.classes)
     inner, piece = ranges(low, high - low)

@@ -1,8 +1,14 @@
-"""Join rows into one strided copy: adjacent boxes become one box, equally spaced rows get one more dimension.
+"""Join rows into fewer strided copies: adjacent boxes become one box, equally spaced rows get one more dimension.
 
 [0:4] from 0, [4:8] from 4                    ->  [0:8] from 0
 gate rows 0:64 and up rows 256:320, both from
 the same source tensor                        ->  2 x 64 rows, 256 apart here, with the source's own distance there
+
+Rows that read equal source elements are joined in one way for every destination. Their source boxes are then equal, and
+a byte that several destinations need crosses to their node once:
+
+    x wants a and b side by side, y wants them far apart
+    joined for x alone: (a, b)     for y alone: (a), (b)     for both: (a), (b)
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from refitd.plan.columns import Bools, Columns, Ints, hashed
+from refitd.plan.columns import Bools, Columns, Hashes, Ints, hashed, mixed, numbered
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,3 +162,49 @@ def _join_spaced(rows: Rows) -> tuple[Rows, Ints]:
     found.src_stride[:, 0] = np.where(count > 1, src_step[second], 0)
     found.dst_stride[:, 0] = np.where(count > 1, dst_step[second], 0)
     return found, _places(order, starts)
+
+
+# Bundles of one content may be joined into different rows. They are joined again, only within rows that all of them
+# have, this many times at most; then their rows stay apart.
+ROUNDS = 3
+
+
+def joined_alike(rows: Rows, bundle: Hashes, content: Hashes, several: Bools, rounds: int = ROUNDS) -> Rows:
+    """Return the same copies in fewer rows, in order.
+
+    Args:
+        rows: the rows.
+        bundle: [rows] only rows of one bundle are joined. A bundle is of one owner.
+        content: [rows] equal for rows that read the same elements from sources of one class. Bundles with equal content
+            are joined into equal rows.
+        several: [rows] whether other rows read the same elements; equal within a bundle.
+        rounds: how often rows may be joined again (ROUNDS).
+    """
+    found, part = joined(replace(rows, owner=numbered(bundle)[1]))
+    found.owner[part] = rows.owner
+    at = np.flatnonzero(several)
+    _, whole = numbered(bundle[at])
+    kind = _sums(mixed(content[at]), whole)[whole]  # the content of the whole bundle
+    first, same = numbered(hashed([kind, content[at]]))
+    box = _source_boxes(found)[part[at]]
+    unlike = np.isin(kind, kind[box[first][same] != box])
+    if not rounds or not unlike.any():
+        return found.in_order()
+    again = at[unlike]
+    common = _sums(mixed(box), same)[same][unlike] if rounds > 1 else content[again]
+    few = joined_alike(rows.select(again), hashed([bundle[again], common]), content[again], several[again], rounds - 1)
+    is_done = np.ones(len(found), bool)
+    is_done[part[again]] = False
+    return together([found.select(is_done), few])
+
+
+def _source_boxes(rows: Rows) -> Hashes:
+    stride = np.where(rows.size > 1, rows.src_stride, 0)
+    return hashed([rows.src_local, rows.src_offset, rows.size, stride])
+
+
+def _sums(values: Hashes, number: Ints) -> Hashes:
+    """Sum the values of each number, modulo 2**64."""
+    found = np.zeros(1 + int(number.max(initial=-1)), np.uint64)
+    np.add.at(found, number, values)
+    return found

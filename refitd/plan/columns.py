@@ -1,4 +1,4 @@
-"""Tables as columns, and operations on columns: expand ranges, hash rows, number equal keys."""
+"""Tables as columns, operations on columns (expand ranges, hash rows, number equal keys), and a memo by columns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +15,8 @@ import xxhash
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
-
-# Keys that are all below so many times their count are told apart by a table of all numbers, without sorting them.
+# Keys below this many times their count are numbered by a table of all numbers, which is faster than sorting them.
 TABLE = 8
-
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -89,7 +87,7 @@ def hashed(columns: Sequence[npt.NDArray[Any]]) -> Hashes:
 
 @functools.lru_cache(maxsize=8)
 def name_hashes(names: tuple[str, ...]) -> Hashes:
-    """Hash each name to 64 bits; equal names hash alike in any process. The array is shared: nobody may write to it."""
+    """Hash each name to 64 bits, equally in any process. The returned array is shared and read-only."""
     found = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in names], np.uint64)
     found.flags.writeable = False
     return found
@@ -151,7 +149,7 @@ def numbered(keys: npt.NDArray[Any]) -> tuple[Ints, Ints]:
 
 
 def numbered_lists(values: Ints, start: Ints) -> tuple[Ints, Ints]:
-    """Number distinct lists of which none is empty: list i is values[start[i] : start[i + 1]], the last one the rest.
+    """Number distinct lists, none of them empty: list i is values[start[i] : start[i + 1]]; the last one is the rest.
 
     Returns (index of one list per distinct one, number of each list), as `numbered` does.
     """
@@ -197,3 +195,30 @@ def among(some: npt.NDArray[Any], keys: npt.NDArray[Any]) -> Bools:
     there[some] = True
     found: Bools = there[keys]
     return found
+
+
+V = TypeVar("V")
+
+
+class Memo(Generic[V]):
+    """Memoizes the last value by its inputs: columns and other objects. Do not change inputs or value afterwards."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[object, ...], V] | None = None
+
+    def of(self, inputs: Sequence[object]) -> V | None:
+        """Return the value if these inputs are equal columns and the same other objects."""
+        if self._last is None or len(inputs) != len(self._last[0]) or not all(map(_is_same, self._last[0], inputs)):
+            return None
+        return self._last[1]
+
+    def keep(self, inputs: Sequence[object], value: V) -> V:
+        """Remember and return the value instead of the last one."""
+        self._last = tuple(inputs), value
+        return value
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    return one is other

@@ -21,21 +21,17 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from refitd.describe.layout import canonical_name, is_sharded
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.roster import Roster
+from refitd.describe.metadata import ParameterMetadata, Roster
 
 _EXPERTS = re.compile(r"(?:^|\.)(?:local_)?experts\.")
-
-
 # The parts of a dimension: their number if they are equal, else their sizes in the whole tensor.
 Parts = int | tuple[int, ...]
-
 # How one description is split: (ranks, dimension, stride, packed blocks or 1 if it has at most one block)
 Cut = tuple[int, int, int, Parts]
 
 
 class Description(Protocol):
-    """A description: a ParameterMetadata or its wire form. The fields are those of ParameterMetadata."""
+    """A ParameterMetadata or its wire form; ParameterMetadata describes the fields."""
 
     @property
     def is_tp(self) -> bool:
@@ -60,7 +56,7 @@ class Description(Protocol):
 
 @dataclass(slots=True)
 class Said:
-    """What descriptions say about splits, by canonical name."""
+    """Declared splits, by canonical name."""
 
     cuts: dict[str, frozenset[Cut]] = field(default_factory=dict)
     unsaid: set[str] = field(default_factory=set)  # has a group, but is not described as split
@@ -232,7 +228,7 @@ def _says_cut(meta: ParameterMetadata) -> bool:
 
 
 def _find_splits(holders: Sequence[_Holder]) -> None:
-    """Mark tensors as split if their shape is one share of what other descriptions say is split."""
+    """Mark tensors as split if their shape is one share of a tensor that other descriptions declare split."""
     said = {
         (dim, (*h.meta.shape[:dim], h.meta.shape[dim] * h.size, *h.meta.shape[dim + 1 :]))
         for h in holders
@@ -253,7 +249,7 @@ def _find_splits(holders: Sequence[_Holder]) -> None:
 
 
 def _fill_blocks(name: str, holders: Sequence[_Holder]) -> str:
-    """Give split tensors without blocks those that others declare; return the problem, or ""."""
+    """Give split tensors without blocks the blocks that others declare; return the problem, or ""."""
     declared: dict[tuple[int, tuple[int, ...]], _Holder] = {}
     for h in holders:
         if h.meta.tiles is None and h.meta.partition_sizes is not None:
@@ -310,7 +306,7 @@ def _fill_strides(name: str, holders: Sequence[_Holder]) -> str:
         ),
         None,
     )
-    # a dense fc1's partition_stride is trusted: only those of experts are known to be wrong
+    # a dense fc1's partition_stride is trusted; only experts' strides are known to be wrong
     if other is None or not (first.meta.is_ep or _EXPERTS.search(name)):
         return ""
     over = "in tiles" if other.meta.tiles is not None else f"over {other.size} ranks"
@@ -322,7 +318,7 @@ def _fill_strides(name: str, holders: Sequence[_Holder]) -> str:
 
 
 def _different_parts(name: str, holders: Sequence[_Holder]) -> str:
-    """Return how packed blocks contradict other blocks or strides of the same dimension, or ""."""
+    """Return how packed blocks contradict other blocks or strides of one dimension, or ""."""
     declared: dict[int, dict[Parts, str]] = defaultdict(dict)
     has_blocks: set[int] = set()
     for h in holders:
@@ -362,3 +358,25 @@ def _divided_groups(name: str, holders: Sequence[_Holder]) -> str:
                 "correct one of them, or describe it with explicit tiles"
             )
     return ""
+
+
+SIDES = ("source", "destination")
+# (side, tensor, group) -> sizes along the split dimension on the ranks of a group that is split unevenly
+Uneven = dict[tuple[str, str, tuple[int, ...]], tuple[int, ...]]
+
+
+def uneven_sizes(ordered: Sequence[Roster], names: Iterable[str]) -> Uneven:
+    """Return the local sizes of every complete group that splits one of these tensors unevenly."""
+    wanted = set(names)
+    held: dict[tuple[str, str, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
+    for side in SIDES:
+        for roster in ordered:
+            for m in getattr(roster, side):
+                if is_sharded(m) and canonical_name(m) in wanted and m.partition_dim < len(m.shape):
+                    group = tuple(m.tensor_parallel_group_ranks or ())
+                    held[side, canonical_name(m), group][roster.rank] = m.shape[m.partition_dim]
+    return {
+        key: tuple(sizes[rank] for rank in key[2])
+        for key, sizes in held.items()
+        if len(set(sizes.values())) > 1 and all(rank in sizes for rank in key[2])
+    }

@@ -1,28 +1,103 @@
-"""The cost of a plan: bytes per pair of ranks and per tensor, balance of senders, staging memory, seconds.
+"""The cost of a plan: bytes per pair of ranks and per tensor, and the load of each node's cable.
 
-The seconds are a lower bound: all ranks use all links in both directions at once, without a pause, and the refit takes
-as long as the slowest of them:
+Cables say how fast each node can send and receive. Both directions are independent, and only the nodes' own cables
+limit a transfer:
 
-    rank 0 -> rank 1, same node      3 GB at 300 GB/s     10 ms
-    rank 0 -> rank 8, another node   1 GB at  50 GB/s     20 ms     the refit takes at least 20 ms, rank 0 sending
+    n0 sends      134 MB at 50 MB/s     2.7 s
+    n2 receives   134 MB at 12.5 MB/s  10.7 s     the bytes need 10.7 s at least, n2 receiving
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from refitd.describe.layout import elements
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.roster import Roster
-from refitd.plan.columns import Ints, offsets_of, ranges
-from refitd.plan.deliveries import deliveries_of
-from refitd.plan.kept import Kept
+from refitd.plan.columns import Ints
 from refitd.plan.shared import GlobalPlan
-from refitd.plan.table import CopyTable
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Cables:
+    """Bytes per second of each node's cable, in each direction. Nodes that are not listed have the default.
+
+    Attributes:
+        name: the origin of the figures; "" if the speeds are unknown, and all cables count as equally fast.
+        default: of every node that is not listed, each way.
+        send: node -> what it sends.
+        receive: node -> what it receives.
+    """
+
+    name: str = ""
+    default: float = 1.0
+    send: Mapping[str, float] = field(default_factory=dict)
+    receive: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for speed in (self.default, *self.send.values(), *self.receive.values()):
+            if not (speed > 0 and math.isfinite(speed)):
+                raise ValueError(f"a cable's speed must be finite and above 0 bytes per second, found {speed}")
+
+    @property
+    def are_known(self) -> bool:
+        """Whether the figures are bytes per second."""
+        return bool(self.name)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """A value that is equal for cables that lead to equal plans."""
+        return self.default, tuple(sorted(self.send.items())), tuple(sorted(self.receive.items()))
+
+    def sends(self, nodes: Sequence[str]) -> Floats:
+        """Return what each of these nodes sends."""
+        return np.array([self.send.get(node, self.default) for node in nodes], np.float64)
+
+    def receives(self, nodes: Sequence[str]) -> Floats:
+        """Return what each of these nodes receives."""
+        return np.array([self.receive.get(node, self.default) for node in nodes], np.float64)
+
+
+EQUAL = Cables()
+
+
+@dataclass(frozen=True, slots=True)
+class CableLoad:
+    """The bytes that a node's cable carries one way, and its speed."""
+
+    node: str
+    is_send: bool
+    nbytes: int
+    speed: float  # bytes per second
+
+    @property
+    def seconds(self) -> float:
+        """The least time of these bytes."""
+        return self.nbytes / self.speed
+
+
+def loads_of(links: Iterable[tuple[str, str, int]], cables: Cables) -> list[CableLoad]:
+    """Return the load of every cable, the slowest one first.
+
+    Args:
+        links: (from node, to node, bytes), of different nodes.
+        cables: their speeds.
+    """
+    sent: dict[str, int] = {}
+    received: dict[str, int] = {}
+    for source, target, nbytes in links:
+        sent[source] = sent.get(source, 0) + nbytes
+        received[target] = received.get(target, 0) + nbytes
+    found = [
+        CableLoad(node, is_send, nbytes, speeds.get(node, cables.default))
+        for is_send, through, speeds in ((True, sent, cables.send), (False, received, cables.receive))
+        for node, nbytes in through.items()
+    ]
+    return sorted(found, key=lambda load: (-load.seconds, load.node, load.is_send))
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,49 +137,6 @@ class Traffic:
         ]
 
 
-@dataclass(frozen=True)
-class Links:
-    """Speeds of one rank in each direction, in GB/s (10**9 bytes per second)."""
-
-    intra: float  # to ranks on its node; copies within a rank count here too
-    inter: float  # to ranks on other nodes
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The least time a refit takes, and the rank, link and direction that determine it."""
-
-    seconds: float
-    rank: int
-    link: str  # "intra" or "inter"
-    direction: str  # "sends" or "receives"
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Balance:
-    """How evenly senders are loaded; local copies do not count as sent."""
-
-    senders: int  # number of ranks that have a source
-    mean_bytes: float
-    max_bytes: int
-    max_rank: int
-
-    @property
-    def ratio(self) -> float:
-        """The largest load divided by the mean; 1.0 if nothing is sent."""
-        return self.max_bytes / self.mean_bytes if self.mean_bytes else 1.0
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The bytes of one rank's tensors on each side; staging needs the destination's bytes once more."""
-
-    rank: int
-    source_bytes: int
-    staging_bytes: int
-
-
 def traffic_of(plan: GlobalPlan) -> Traffic:
     """Return a plan's traffic, without expanding it to a row per copy."""
     shared = plan.shared
@@ -133,119 +165,3 @@ def traffic_of(plan: GlobalPlan) -> Traffic:
         tensor_bytes=tensor_bytes,
         tensor_copies=tensor_copies,
     )
-
-
-def in_a_swap(plan: GlobalPlan, rosters: Sequence[Roster], traffic: Traffic) -> Traffic:
-    """Return what the service moves for a plan's traffic, without relays.
-
-    What several ranks of a node need alike of a source crosses to one of them, and is copied on to the others there.
-    """
-    shared = plan.shared
-    node = _nodes(rosters)
-    at = np.zeros(1 + max(node, default=0), np.int64)
-    at[list(node)] = list(node.values())
-    found = deliveries_of(shared, np.flatnonzero(at[shared.job_src] != at[shared.job_dst]), at, Kept())
-    lines, most = found.patterns, 2 + int(found.patterns.member.max(initial=0))
-    sender = np.where(lines.crosses, 0, 1 + lines.member[lines.giver])  # 0: the source
-    pairs, which = np.unique((lines.of_line * most + sender) * most + lines.member, return_inverse=True)
-    moved, copies = np.zeros(len(pairs), np.int64), np.bincount(which, minlength=len(pairs)).astype(np.int64)
-    np.add.at(moved, which, (np.prod(shared.rows.size, axis=1) * shared.rows.element_size)[lines.row])
-    begin = offsets_of(pairs // most**2, len(lines.start) - 1)
-    delivery, pair = ranges(begin[found.pattern], np.diff(begin)[found.pattern])
-    sender, receiver, first = pairs[pair] // most % most, pairs[pair] % most, found.start[delivery]
-    src = np.where(sender > 0, found.dst[first + np.maximum(sender - 1, 0)], found.src[delivery])
-    near = at[traffic.src] == at[traffic.dst]
-    return replace(
-        traffic,
-        src=np.concatenate([traffic.src[near], src]),
-        dst=np.concatenate([traffic.dst[near], found.dst[first + receiver]]),
-        bytes=np.concatenate([traffic.bytes[near], moved[pair]]),
-        copies=np.concatenate([traffic.copies[near], copies[pair]]),
-    )
-
-
-def copies_of(plan: GlobalPlan, tensor: str) -> CopyTable:
-    """Return the copies of one canonical tensor; empty if the plan does not move it."""
-    shared = plan.shared
-    if tensor not in shared.tensors:
-        return plan.table.select(np.zeros(0, np.int64))
-    is_wanted = shared.rows.tensor == shared.tensors.index(tensor)
-    count = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_wanted)])
-    low, high = count[shared.row_start[shared.job_rows]], count[shared.row_start[shared.job_rows + 1]]
-    job, nth = ranges(low, high - low)
-    at, rows = np.flatnonzero(is_wanted)[nth], shared.rows
-    return CopyTable(
-        tensors=shared.tensors,
-        locals=shared.locals,
-        tensor=rows.tensor[at].astype(np.int32),
-        src_rank=shared.job_src[job].astype(np.int32),
-        dst_rank=shared.job_dst[job].astype(np.int32),
-        src_local=rows.src_local[at].astype(np.int32),
-        dst_local=rows.dst_local[at].astype(np.int32),
-        element_size=rows.element_size[at].astype(np.int32),
-        task_id=np.zeros(len(at), np.int64),
-        size=rows.size[at],
-        src_offset=rows.src_offset[at],
-        src_stride=rows.src_stride[at],
-        dst_offset=rows.dst_offset[at],
-        dst_stride=rows.dst_stride[at],
-    )
-
-
-def balance_of(traffic: Traffic, rosters: Sequence[Roster]) -> Balance:
-    """Return how evenly the ranks that have a source are loaded."""
-    senders = sorted(roster.rank for roster in rosters if roster.source)
-    is_sent = traffic.src != traffic.dst
-    sent = _per_rank(traffic.src[is_sent], traffic.bytes[is_sent])
-    if not senders:
-        return Balance(0, 0.0, 0, -1)
-    loads = [sent.get(rank, 0) for rank in senders]
-    largest = max(loads)
-    return Balance(len(senders), sum(loads) / len(senders), largest, senders[loads.index(largest)])
-
-
-def memory_of(rosters: Sequence[Roster]) -> list[Memory]:
-    """Return the memory of each rank's tensors, ordered by rank."""
-    known: dict[int, tuple[object, int]] = {}
-
-    def taken(held: Sequence[ParameterMetadata]) -> int:
-        # ranks may share one sequence; keeping it prevents the reuse of its id
-        if id(held) not in known:
-            known[id(held)] = (held, sum(elements(m.shape) * m.element_size for m in held))
-        return known[id(held)][1]
-
-    return [Memory(r.rank, taken(r.source), taken(r.destination)) for r in sorted(rosters, key=lambda r: r.rank)]
-
-
-def estimate(traffic: Traffic, rosters: Sequence[Roster], links: Links) -> Estimate | None:
-    """Return the least time the traffic takes; None if nothing moves. A rank without a node counts as its own node."""
-    if not links.intra > 0 or not links.inter > 0:
-        raise ValueError(f"link speeds must be above 0 GB/s, found {links}")
-    node = _nodes(rosters)
-    is_near = _looked_up(node, traffic.src) == _looked_up(node, traffic.dst)
-    slowest: Estimate | None = None
-    for link, speed, mask in (("inter", links.inter, ~is_near), ("intra", links.intra, is_near)):
-        for direction, ranks in (("sends", traffic.src), ("receives", traffic.dst)):
-            for rank, moved in _per_rank(ranks[mask], traffic.bytes[mask]).items():
-                seconds = moved / (speed * 1e9)
-                if slowest is None or seconds > slowest.seconds:
-                    slowest = Estimate(seconds, rank, link, direction, moved)
-    return slowest
-
-
-def _nodes(rosters: Sequence[Roster]) -> dict[int, int]:
-    """Return the number of each rank's node; a rank without a node counts as its own node."""
-    names = {roster.rank: roster.node or f"\0{roster.rank}" for roster in rosters}
-    numbers = {name: i for i, name in enumerate(dict.fromkeys(names.values()))}
-    return {rank: numbers[name] for rank, name in names.items()}
-
-
-def _per_rank(ranks: npt.NDArray[np.int64], amounts: npt.NDArray[np.int64]) -> dict[int, int]:
-    found, which = np.unique(ranks, return_inverse=True)
-    total = np.zeros(len(found), np.int64)
-    np.add.at(total, which, amounts)
-    return dict(zip(found.tolist(), total.tolist(), strict=True))
-
-
-def _looked_up(numbers: dict[int, int], ranks: Ints) -> Ints:
-    return np.array([numbers[rank] for rank in ranks.tolist()], np.int64)

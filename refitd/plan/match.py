@@ -1,11 +1,11 @@
-"""Match what destinations want with what sources hold, once per layout class.
+"""Match the elements that destinations want with the holders among the sources, once per layout class.
 
 Tensors with the same source boxes and destination boxes (one weight in 80 layers) are matched once: the result is a
 pattern, and every tensor refers to its pattern. The outputs are
 
-    holding   (source class, tensor, cell) and where the cell lies in the class's local tensor
-    piece     (destination class, tensor, cell, box) and where it goes in the class's local tensor; pieces of several
-              classes are the same elements, or have none in common
+    holding   (source class, tensor, cell) and the cell's place in the class's local tensor
+    piece     (destination class, tensor, cell, box) and its place in the class's local tensor; pieces of several
+              classes have equal elements, or none in common
     set       the source classes that hold a cell: any of their ranks can send it
     shared    a holding of a wanted cell that several ranks hold, or one rank twice: all must hold the same bytes
 """
@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from refitd.plan.boxes import intersect, lcm_tiling
 from refitd.plan.columns import Hashes, Ints, distinct, find, hashed, mixed, numbered, offsets_of, ranges
-from refitd.plan.intersect import intersect
 from refitd.plan.layouts import Layouts, Side
-from refitd.plan.lcm import lcm_tiling
 from refitd.text import nearest
 
 Flags = npt.NDArray[np.bool_]
@@ -45,8 +44,8 @@ class WantedPieces:
     dst_class: Ints
     set: Ints
     needers: Ints  # equal for pieces that the same destination classes need, equally often
-    again: Ints  # how many pieces of the same elements the class has before this one
-    box: Ints  # equal for pieces of the same elements
+    again: Ints  # number of earlier pieces of the class with equal elements
+    box: Ints  # equal for pieces with equal elements
     spot: Ints  # (tensor, cell) as one number
     tensor: Ints
     local: Ints
@@ -63,7 +62,7 @@ class WantedPieces:
 class SharedCells:
     """Holdings of wanted cells that several source ranks hold, or one holds twice, sorted by (spot, class)."""
 
-    spot: Ints  # equal for holdings of the same elements
+    spot: Ints  # equal for holdings with equal elements
     tensor: Ints
     source_class: Ints
     local: Ints
@@ -328,8 +327,8 @@ def _expanded(tiles: _Tiles, pattern: Ints, sorted_key: Ints, layouts: Layouts) 
     return chosen[owner], at
 
 
-# Of how many tensors without a source the nearest names are told, and with how many names each is compared: planning
-# must not take seconds over a model of which nothing matches.
+# An error names the nearest names for this many tensors without a source, each compared with so many names: planning
+# must not take seconds if no name of a model matches.
 NEAREST_OF, COMPARED = 5, 500
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -12,24 +11,31 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from refitd.describe.casts import cast_number
+from refitd.describe.casts import Offered, cast_number
 from refitd.describe.layout import canonical_name, elements, global_shape_of, is_sharded, layout_problems, tiles_of
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.roster import Roster
-from refitd.describe.tiles import Tile
+from refitd.describe.metadata import ParameterMetadata, Roster, Tile
 from refitd.dtypes import dtype_name
-from refitd.plan.aliases import alias_problem, resolve_aliases, tied_name, untied_sources
+from refitd.errors import PlanError
+from refitd.plan.boxes import left_out
 from refitd.plan.columns import Ints, offsets_of
-from refitd.plan.completion import completed
-from refitd.plan.conversions import Offered
-from refitd.plan.layouts import NO_PADDING, UNCLEAR_PADDING, Geometries, Layouts, Paddings, Side, named
-from refitd.plan.mismatches import mismatches_of
-from refitd.plan.padding import padding_problems
-from refitd.plan.runs import left_out
+from refitd.plan.completion import SIDES, Uneven, completed, uneven_sizes
+from refitd.plan.layouts import (
+    NO_PADDING,
+    UNCLEAR_PADDING,
+    Geometries,
+    Layouts,
+    Paddings,
+    RosterProblems,
+    Side,
+    alias_problem,
+    mismatches_of,
+    padding_problems,
+    resolve_aliases,
+    tied_name,
+    untied_sources,
+)
 
-SIDES = ("source", "destination")
 MAX_RANK = 2**20 - 1
-
 _FIELDS = attrgetter(
     "name",
     "shape",
@@ -50,24 +56,6 @@ _FIELDS = attrgetter(
     "cast_to",
 )
 
-# (side, tensor, group) -> sizes along the split dimension on the ranks of a group that is split unevenly
-Uneven = dict[tuple[str, str, tuple[int, ...]], tuple[int, ...]]
-
-
-class RosterProblems:
-    """Collects problems; a problem that many ranks have is reported once."""
-
-    def __init__(self) -> None:
-        self._who: dict[str, list[str]] = {}
-
-    def add(self, who: str, what: str) -> None:
-        """Add problem `what` of `who` (a roster's label and side)."""
-        self._who.setdefault(what, []).append(who)
-
-    def messages(self) -> list[str]:
-        """Return one message per distinct problem, in the order in which they were found."""
-        return [f"{named(who)}: {what}" if any(who) else what for what, who in self._who.items()]
-
 
 def label_of(roster: Roster) -> str:
     """Return the roster's name in messages."""
@@ -84,7 +72,7 @@ def nodes_of(ordered: Sequence[Roster]) -> Ints:
 def read_rosters(rosters: Sequence[Roster]) -> tuple[Layouts, list[str]]:
     """Return the rosters as columns, and all their problems.
 
-    Tensors with problems are left out of the columns.
+    Tensors with problems are not in the columns.
     """
     problems = RosterProblems()
     unique: dict[int, Roster] = {}
@@ -102,7 +90,7 @@ def read_rosters(rosters: Sequence[Roster]) -> tuple[Layouts, list[str]]:
     layouts = reader.layouts()
     mismatches = mismatches_of(layouts, reader.offered)
     tied = [name for name, other in reader.fed_by.items() if other in mismatches]
-    if mismatches and (uneven := _uneven_sizes(ordered, [*mismatches, *tied])):
+    if mismatches and (uneven := uneven_sizes(ordered, [*mismatches, *tied])):
         reader = _Reader(ordered, uneven)
         layouts = reader.layouts()
         mismatches = mismatches_of(layouts, reader.offered)
@@ -196,7 +184,7 @@ class _Reader:
     ) -> tuple[list[tuple[int, int, int]], bool]:
         """Return (local, tensor, geometry) of every tensor of one rank, and whether the list names no rank.
 
-        Invalid tensors are left out and reported as problems.
+        Invalid tensors are reported as problems and skipped.
         """
         found: list[tuple[int, int, int]] = []
         spots: dict[int, tuple[Any, tuple[int, int]]] = {}
@@ -366,7 +354,7 @@ class _Reader:
         self._spoil(m)
 
     def _spoil(self, m: ParameterMetadata) -> None:
-        """Exclude an invalid tensor from all later checks, so that it is reported only once."""
+        """Exclude an invalid tensor from all later checks, which would report it again."""
         self.bad_tensors |= {canonical_name(m), *(tile.tensor for tile in m.tiles or ())}
 
     def _report(self, roster: Roster, side: str, m: ParameterMetadata) -> None:
@@ -465,7 +453,7 @@ def _occurrences(tile: Tile) -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def _nameless(tiles: Sequence[Tile], default: Sequence[str]) -> tuple[Sequence[str], tuple[Any, ...]]:
-    """Return the tiles' tensors, and the tiles with each name replaced by its position in that list."""
+    """Return the tiles' tensors, and the tiles with each name replaced by its position in the list of tensors."""
     if len(tiles) == 1:
         t = tiles[0]
         return (t.tensor,), (t.offset, t.size, t.local_offset, t.local_stride, t.repeat)
@@ -494,18 +482,13 @@ def _padded(rows: Sequence[Sequence[int]], dims: int, fill: int) -> Ints:
     return np.array(found, np.int64).reshape(len(found), dims)
 
 
-def _uneven_sizes(ordered: Sequence[Roster], names: Iterable[str]) -> Uneven:
-    """Return the local sizes of every complete group that splits one of these tensors unevenly."""
-    wanted = set(names)
-    held: dict[tuple[str, str, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
-    for side in SIDES:
-        for roster in ordered:
-            for m in getattr(roster, side):
-                if is_sharded(m) and canonical_name(m) in wanted and m.partition_dim < len(m.shape):
-                    group = tuple(m.tensor_parallel_group_ranks or ())
-                    held[side, canonical_name(m), group][roster.rank] = m.shape[m.partition_dim]
-    return {
-        key: tuple(sizes[rank] for rank in key[2])
-        for key, sizes in held.items()
-        if len(set(sizes.values())) > 1 and all(rank in sizes for rank in key[2])
-    }
+def offered_tensors(rosters: Sequence[Roster]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return what `Layouts.offered` returns for these source ranks.
+
+    Raises:
+        PlanError: the ranks' descriptions contradict each other.
+    """
+    layouts, wrong = read_rosters(rosters)
+    if wrong:
+        raise PlanError(f"{len(wrong)} problems: " + "; ".join(wrong[:5]))
+    return layouts.offered()

@@ -1,11 +1,11 @@
-"""Paths over nodes: what several nodes need alike is sent to the first of them, and each passes it on to the next.
+"""Send elements that several nodes need along a path: to the first node, which passes them on to the next one.
 
     direct     n0 -> n1, n0 -> n2, n0 -> n3      n0 sends three copies
     one path   n0 -> n1 -> n2 -> n3              every node sends one copy at most, and receives one
 
-The time is that of the cable that takes longest (cables.py), and a message more for each relay, since messages are
-passed on while later ones arrive. Who ends a path sends nothing, and who stands before its end holds up those after it.
-So paths end with the nodes whose sending would take longest, and slow receivers come after fast ones:
+The predicted time is the time of the slowest cable plus one message for each relay, because a relay passes messages on
+while later ones arrive. The last node of a path does not send, and a slow node delays all nodes after it. So paths end
+with the nodes that would need longest to send, and slow receivers come after fast ones:
 
     n2 sends slowly      n0 -> n1 -> n3 -> n2
 """
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refitd.plan.cables import EQUAL, Cables, Floats
+from refitd.plan.between_nodes import Deliveries
 from refitd.plan.columns import Bools, Ints, first_alike, numbered, numbered_lists, offsets_of, range_values, ranges
-from refitd.plan.deliveries import Deliveries
+from refitd.plan.cost import EQUAL, Cables, Floats
 
 # A path is cut into about this many messages, as far as a message may be so small (copy_services/packed.py).
 MESSAGES = 64
-# A path costs messages of its own, however little it carries: what is smaller than this goes directly.
+# Each path costs messages even if it carries little, so less than this goes directly.
 LEAST_BYTES = 256 << 10
 # Relays have to shorten the predicted time by this much: each of them is one more that may fail.
 WORTH = 0.9
@@ -31,7 +31,7 @@ WORTH = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """What `source` sends to the first of `nodes`, and each of them to the next."""
+    """Bytes that `source` sends to the first of `nodes`, and each of `nodes` to the next."""
 
     source: str
     nodes: tuple[str, ...]
@@ -42,8 +42,8 @@ class Path:
 class Relays:
     """How relaying was decided. Bytes go through the busiest direction of any node's cable.
 
-    `paths` is empty if every node gets everything directly. Seconds are predicted, relays' own included; they are
-    bytes if nothing is known of the cables.
+    `paths` is empty if every node receives directly from sources. Seconds are predicted and include the relays; they
+    are bytes if the cables' speeds are unknown.
     """
 
     paths: tuple[Path, ...] = ()
@@ -59,10 +59,10 @@ class Relays:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Moves:
-    """What crosses, in the order in which nodes send and receive it.
+    """Transfers between nodes, in the order of sending and receiving.
 
-    Move i brings to a node the lots of set `lots[i]` that its delivery has: from the delivery's source, or, on a path,
-    from the node to which another delivery of that source goes. Moves on no path come first.
+    Move i brings the lots of set `lots[i]` of a delivery to its node. They come from the delivery's source or, on a
+    path, from the node of another delivery of that source. Moves on no path come first.
     """
 
     delivery: Ints  # [n]
@@ -71,7 +71,7 @@ class Moves:
     path: Ints  # [n] 0 for none
     hop: Ints  # [n] relays before it on its path
     set_start: Ints  # [sets + 1] into `set_lots`
-    set_lots: Ints  # the lots of all sets, end to end, those of each ascending
+    set_lots: Ints  # the lots of all sets, end to end, ascending in each
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -89,8 +89,8 @@ class _Loads:
 class _Family:
     """Loads of one node that the same other nodes need.
 
-    `nodes` are in the order in which a path goes over them, but for its end: those that come last, then slow receivers
-    after fast ones.
+    `nodes` are in the order of a path, except its end: nodes that must come last are last, slow receivers after fast
+    ones.
 
     `is_small`: they are not worth a path.
     """
@@ -120,7 +120,7 @@ class _Chains:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Forecast:
-    """All families in at most so many chains each, and what is predicted of that."""
+    """All families, each in a limited number of chains, and the predicted load and time."""
 
     chains: list[_Chains]
     busiest: int  # bytes through the busiest direction of a cable
@@ -129,7 +129,7 @@ class _Forecast:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Nodes:
-    """The nodes by number: their names, what they send and receive a second, and whether they come last."""
+    """The nodes by number: name, bytes per second each way, and whether they must come last in paths."""
 
     names: list[str]
     send: Floats
@@ -157,7 +157,7 @@ def relayed(
         found: the deliveries.
         at: number of each rank's node.
         names: the nodes.
-        least_bytes: what all nodes of a path need must be as much, else it goes directly.
+        least_bytes: less than this goes directly.
         last: nodes that come last in every path: those after them get no deltas.
         cables: how fast the nodes' cables are.
     """
@@ -206,7 +206,7 @@ def _families(found: Deliveries, at: Ints, least_bytes: int, nodes: _Nodes) -> t
     patterns = found.patterns
     delivery, lot = ranges(patterns.lot_start[found.pattern], np.diff(patterns.lot_start)[found.pattern])
     lot = patterns.lots[lot]
-    # what one source has of one lot is needed by some nodes
+    # the nodes that need one lot of one source
     order = np.lexsort((found.node[delivery], lot, found.src[delivery]))
     src, lot, node = found.src[delivery[order]], lot[order], found.node[delivery[order]]
     begin = np.flatnonzero(np.append(True, (np.diff(src) != 0) | (np.diff(lot) != 0)))
@@ -237,8 +237,8 @@ def _counts(most: int) -> list[int]:
 def _forecast(families: list[_Family], most: int, nodes: _Nodes) -> _Forecast:
     """Put all families into chains, the largest first, and predict the time.
 
-    Whoever would send for longest ends a chain. What takes no longer than receiving does, which nothing shortens,
-    counts as equally long, so that there slow receivers come last.
+    The nodes that would send for longest end the chains. Sending times below the longest receiving time, which no path
+    can shorten, count as equal; among such nodes slow receivers come last.
     """
     sent, received = np.zeros(len(nodes.names), np.int64), np.zeros(len(nodes.names), np.int64)
     for family in families:

@@ -5,35 +5,33 @@ this order of preference, to
 
     itself            the destination rank is one of the holders: a local copy, no bytes are sent
     its own node      the holders on the destination's node, in turn
-    anyone            all holders, in turn; of those on one node, each sends its part of the pieces (senders.py)
+    any node          all holders, in turn; holders on one node divide the pieces among them (between_nodes.py)
 
-Turns follow the order of ranks, so that an appended destination takes the next turn and changes no other. If the loads
+Turns follow the order of ranks, so an appended destination takes the next turn and changes no other. If the loads
 are then uneven (three destinations for eight holders, sets that overlap), whole pieces of demands move from overloaded
 senders to others until the bytes are even. Only ranks and bytes decide, so the choice does not depend on roster order.
 
-If the holders' cables are known to differ in speed, whatever anyone could send comes from holders chosen by that
-(origins.py).
+If the holders' cables are known to differ in speed, pieces from other nodes come from holders chosen by speed. Each
+piece then has one origin, whichever node needs it, so it leaves the sources' nodes once. The holders of one bundle
+share it evenly: a rank receives from them message by message in turn (copy_services/windows.py), at the pace of the
+slowest. A slow holder shares only if that ends earlier:
+
+    n0 sends 4 GB/s, n1 3 GB/s, n2 1 GB/s, all hold 6 GB      n0 and n1 send 3 GB each, in 1 s
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from refitd.describe.layout import canonical_name
-from refitd.describe.metadata import ParameterMetadata
-from refitd.errors import PlanError
+from refitd.plan.between_nodes import Shares, one_sender_each, send_more_than_they_receive
 from refitd.plan.columns import Bools, Ints, among, distinct, first_alike, in_order, numbered, offsets_of, ranges
-from refitd.plan.origins import origins_by_speed
-from refitd.plan.senders import Shares, one_sender_each, send_more_than_they_receive
 
 Floats = npt.NDArray[np.float64]
-
-# loads that are above those of others that could send by at most this share of the mean count as even: the busiest
-# sender determines the time, not the one that sends least
+# a load counts as even if it is above the mean of the other possible senders by at most this share: only the busiest
+# sender determines the time
 TOLERANCE = 0.02
 MAX_PASSES = 30
 
@@ -83,13 +81,13 @@ def choose_sources(
         nodes: [ranks] number of each rank's node, -1 if unknown.
         bundle_start: [bundles + 1] into `piece_bytes`.
         piece_bytes: bytes of each piece.
-        content: [bundles] equal for bundles of the same pieces in one order, if their ranks are to have one holder.
+        content: [bundles] equal for bundles with the same pieces in one order, if their ranks must have one holder.
         before: [pieces] bytes of the piece's set in tensors before its own.
         set_bytes: [sets].
-        speed: [ranks] bytes per second that each can send to other nodes; None: all the same.
+        speed: [ranks] bytes per second that each can send to other nodes; None: equal speeds.
     """
     places = 1 + int(nodes.max(initial=-1))
-    # whether a holder is on the demand's node; places begin at 1, 0 is that of ranks whose node is not known
+    # whether a holder is on the demand's node; places begin at 1, and 0 means an unknown node
     is_near = among(set_of * (places + 1) + nodes[holder_of] + 1, demands.set * (places + 1) + nodes[demands.rank] + 1)
     is_near &= nodes[demands.rank] >= 0
     first, which = _needed_once(demands, nodes, content, is_near)
@@ -111,7 +109,7 @@ def choose_sources(
 def _needed_once(demands: Demands, nodes: Ints, content: Ints, is_near: Bools) -> tuple[Ints, Ints]:
     """Return (demands to choose holders for, the number among these of each demand that it is served like).
 
-    What ranks of one node need alike from other nodes comes from one holder, so that it crosses once.
+    Equal needs of several ranks of one node come from one holder on another node, so they cross once.
     """
     node, places = nodes[demands.rank], 1 + int(nodes.max(initial=-1))
     far = np.flatnonzero((node >= 0) & ~is_near)
@@ -133,7 +131,7 @@ def _chosen(
     piece_bytes: Ints,
     speed: Floats | None,
 ) -> Shares:
-    """Choose the holders that serve each demand; arguments are those of `choose_sources`."""
+    """Choose the holders that serve each demand; the arguments are described in `choose_sources`."""
     turns = _take_turns(demands, set_of, holder_of, nodes, is_near)
     low, high = bundle_start[demands.bundle], bundle_start[demands.bundle + 1]
     local = turns.turn < 0
@@ -160,7 +158,7 @@ def _by_speed(
     piece_bytes: Ints,
     speed: Floats,
 ) -> Shares:
-    """Return the shares with other holders for what comes from other nodes."""
+    """Return the shares with holders chosen by speed for all pieces from other nodes."""
     far = (turns.turn >= 0) & ((nodes[demands.rank] < 0) | (nodes[demands.rank] != nodes[shares.holder]))
     which, rest = np.flatnonzero(far), np.flatnonzero(~far)
     if not len(which):
@@ -278,7 +276,7 @@ def _poured(base: Floats, amount: float) -> Floats:
 def _moved(shares: Shares, mine: Ints, position: Ints, who: Ints, target: Floats, total: Ints, middles: Floats) -> Ints:
     """Return a turn's shares, shape [4, shares], after candidates above their target have given to those below it.
 
-    Each giver keeps its first pieces. Those given away are handed on in one sequence, so that destinations get few
+    Each giver keeps its first pieces. The other pieces go to takers in one sequence, which gives destinations few
     additional senders. A piece goes where at least half of it fits.
     """
     mine = mine[np.argsort(position, kind="stable")]  # sorted by (candidate, demand)
@@ -320,43 +318,54 @@ def _moved(shares: Shares, mine: Ints, position: Ints, who: Ints, target: Floats
     )
 
 
-def select_src_metadata_balanced(
-    src_meta_list: Sequence[ParameterMetadata], dst_metadata: ParameterMetadata, dst_rank: int
-) -> ParameterMetadata:
-    """Choose the source description that `dst_rank` plans against.
+# Senders of one bundle: each is one more that a destination waits for.
+MOST_ORIGINS = 8
 
-    The rank's own description comes first. Otherwise, if both sides split experts over equally many ranks, only sources
-    at the destination's position are candidates. Destinations take the candidates' data-parallel groups in turn, and
-    within a group its members in turn.
 
-    Raises:
-        PlanError: the list is empty.
+def origins_by_speed(
+    turn: Ints, bundle: Ints, candidates: list[Ints], bundle_start: Ints, piece_bytes: Ints, speed: Floats
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return (demand, low, high, holder) of every share: pieces low:high of a demand come from a holder.
+
+    Args:
+        turn: [demands] index into `candidates`.
+        bundle: [demands] what is needed: pieces bundle_start[b] : bundle_start[b + 1].
+        candidates: the ranks that hold what the demands of one turn need, ascending.
+        bundle_start: [bundles + 1] into `piece_bytes`.
+        piece_bytes: bytes of each piece.
+        speed: [ranks] bytes per second that a rank can send.
     """
-    if not src_meta_list:
-        raise PlanError(f"{canonical_name(dst_metadata)}: no source has it, and rank {dst_rank} wants it")
-    for meta in src_meta_list:
-        if meta.owner_rank == dst_rank:
-            return meta
-    candidates = _at_same_expert_position(src_meta_list, dst_metadata, dst_rank) or list(src_meta_list)
-    groups: dict[tuple[int, ...], list[ParameterMetadata]] = {}
-    for meta in sorted(candidates, key=lambda m: -1 if m.owner_rank is None else m.owner_rank):
-        groups.setdefault(tuple(meta.data_parallel_group_ranks or ()), []).append(meta)
-    members = groups[sorted(groups)[dst_rank % len(groups)]]
-    return members[dst_rank // len(groups) % len(members)]
+    total = np.concatenate([np.zeros(1, np.int64), np.cumsum(piece_bytes)])
+    middles = (total[:-1] + total[1:]) / 2
+    first, group = numbered(turn * len(bundle_start) + bundle)
+    by_group = np.argsort(group, kind="stable")
+    begin = np.searchsorted(group[by_group], np.arange(len(first) + 1))
+    nbytes = total[bundle_start[bundle[first] + 1]] - total[bundle_start[bundle[first]]]
+    load = np.zeros(len(speed))
+    found: list[Ints] = []
+    for number in np.lexsort((first, -nbytes)).tolist():
+        demands, one = by_group[begin[number] : begin[number + 1]], int(first[number])
+        low, high = int(bundle_start[bundle[one]]), int(bundle_start[bundle[one] + 1])
+        who = candidates[int(turn[one])]
+        who = _sharing(who, load[who], speed[who], float(nbytes[number]))
+        shares = np.arange(1, len(who) + 1) * (float(nbytes[number]) / len(who))
+        cut = low + np.searchsorted(middles[low:high], total[low] + shares[:-1], side="right")
+        cut = np.concatenate([[low], cut, [high]])
+        load[who] += total[cut[1:]] - total[cut[:-1]]
+        for holder, start, end in zip(who.tolist(), cut[:-1].tolist(), cut[1:].tolist(), strict=True):
+            if end > start:
+                same = np.ones_like(demands)
+                found.append(np.stack([demands, start * same, end * same, holder * same]))
+    demand, lows, highs, holders = np.concatenate(found, axis=1)
+    return demand, lows, highs, holders
 
 
-def _at_same_expert_position(
-    src_meta_list: Sequence[ParameterMetadata], dst_metadata: ParameterMetadata, dst_rank: int
-) -> list[ParameterMetadata]:
-    """Return the sources at the destination's expert-parallel position; [] if the groups' sizes differ."""
-    group = dst_metadata.expert_parallel_group_ranks
-    if not group or dst_rank not in group:
-        return []
-    found = []
-    for meta in src_meta_list:
-        theirs = meta.expert_parallel_group_ranks
-        if not theirs or len(theirs) != len(group):
-            return []
-        if meta.owner_rank in theirs and theirs.index(meta.owner_rank) == group.index(dst_rank):
-            found.append(meta)
-    return found
+def _sharing(who: Ints, load: Floats, speed: Floats, amount: float) -> Ints:
+    """Return the holders that end earliest if they share an amount evenly; of equal choices, the fewest holders."""
+    best, chosen = np.inf, who[:1]
+    for count in range(1, min(MOST_ORIGINS, len(who)) + 1):
+        ends = (load + amount / count) / speed
+        order = np.lexsort((who, ends))[:count]
+        if ends[order[-1]] < best:
+            best, chosen = float(ends[order[-1]]), np.sort(who[order])
+    return chosen

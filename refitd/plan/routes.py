@@ -1,6 +1,6 @@
 """Where a plan's copies run: within a node, between nodes, or onward from what has crossed. Each in parts.
 
-No copy is looked at for itself: parts are made of rows that ranks share, and every further rank is one more use.
+Single copies are never listed: a part has the rows that several ranks share, and each further rank is one more use.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from refitd.plan.cables import EQUAL, Cables
+from refitd.plan.between_nodes import Deliveries, Patterns, deliveries_of
+from refitd.plan.build import KEPT
 from refitd.plan.coalesce import Rows
-from refitd.plan.columns import Bools, Ints, distinct, find, numbered, offsets_of, range_values, ranges
-from refitd.plan.deliveries import Deliveries, Patterns, deliveries_of
-from refitd.plan.fills import FillTable
-from refitd.plan.kept import Kept
-from refitd.plan.parts import Parted, PartRows
+from refitd.plan.columns import Bools, Ints, Memo, distinct, find, numbered, offsets_of, range_values, ranges
+from refitd.plan.cost import EQUAL, Cables
 from refitd.plan.relays import LEAST_BYTES, Moves, Relays, direct, relayed
-from refitd.plan.remembered import KEPT
 from refitd.plan.shared import SharedPlan
-from refitd.plan.table import CopyTable, CrossingTable, Int32, PlanTable
+from refitd.plan.table import CopyTable, CrossingTable, FillTable, Int32, Parted, PartRows, PlanTable
 
 T = TypeVar("T", bound=PlanTable)
 
@@ -39,7 +36,7 @@ class RoutedTable(Generic[T]):
 class Links:
     """Bytes that cross between nodes in one swap: move i brings nbytes[i] from node names[src[i]] to names[dst[i]].
 
-    They are summed up by whoever wants to know: no plan needs it.
+    Plans do not need the sums; they are computed on request.
     """
 
     names: list[str]
@@ -79,10 +76,10 @@ class Routes:
         nodes: the nodes' names, by number.
         relays: how relaying was decided.
         links: bytes that cross between nodes.
-        inner: copies within a node; likewise
-        crossing: between nodes,
-        onward: within a node, of what has crossed,
-        fills: constants.
+        inner: copies within a node.
+        crossing: copies between nodes.
+        onward: copies within a node of elements that have crossed to it.
+        fills: constants to write.
     """
 
     nodes: list[str]
@@ -96,7 +93,7 @@ class Routes:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _CrossingParts:
-    """The parts of what crosses. The ranks of a part are its slots: first those before it, then those here."""
+    """The parts of crossing copies. The ranks of a part are its slots: the ranks before it, then its own."""
 
     parts: PartRows[CrossingTable]
     nbytes: Ints  # [parts]
@@ -107,7 +104,7 @@ class _CrossingParts:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _OnwardParts:
-    """The parts of what is copied onward: part p is what destination src[p] of a delivery gives to its dst[p]."""
+    """The parts of onward copies: part p goes from destination src[p] of a delivery to destination dst[p]."""
 
     parts: PartRows[CopyTable]
     of_pattern: Ints  # [patterns + 1] into the parts
@@ -117,23 +114,23 @@ class _OnwardParts:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _OfRows:
-    """What was made of the rows of one plan, for other plans of the same rows."""
+    """Results computed from the rows of one plan, for reuse by other plans with these rows."""
 
     rows: Rows
     tensors: tuple[str, ...]
     locals: tuple[str, ...]
-    patterns: Kept[Patterns] = field(default_factory=Kept)
-    inner: Kept[PartRows[CopyTable]] = field(default_factory=Kept)
-    crossing: Kept[_CrossingParts] = field(default_factory=Kept)
-    onward: Kept[_OnwardParts] = field(default_factory=Kept)
+    patterns: Memo[Patterns] = field(default_factory=Memo)
+    inner: Memo[PartRows[CopyTable]] = field(default_factory=Memo)
+    crossing: Memo[_CrossingParts] = field(default_factory=Memo)
+    onward: Memo[_OnwardParts] = field(default_factory=Memo)
 
     def is_of(self, plan: SharedPlan) -> bool:
-        """Return whether a plan has the same rows, of the same tensors."""
+        """Return whether a plan has these rows and tensors."""
         return self.rows is plan.rows and self.tensors == plan.tensors and self.locals == plan.locals
 
 
 class KnownRoutes:
-    """Remembers what was made of the rows of the last plans, as many as `Remembered` does. Owned by who plans again."""
+    """Reuses results computed from the rows of the last plans, as many as `Remembered` keeps; its owner plans again."""
 
     def __init__(self) -> None:
         self._kept: list[_OfRows] = []  # the one used last comes last
@@ -161,7 +158,7 @@ def routes_of(
     Args:
         plan: the plan.
         node_of: rank -> node, of every rank of the plan.
-        known: what was made of the rows of the plans before.
+        known: results for the rows of earlier plans.
         may_relay: whether nodes may pass on what they have received.
         least_bytes: the least that is worth a path (refitd.plan.relays).
         last: nodes that pass on after all others.
@@ -189,10 +186,11 @@ def routes_of(
     )
 
 
-def _inner(plan: SharedPlan, jobs: Ints, at: Ints, known: Kept[PartRows[CopyTable]]) -> RoutedTable[CopyTable]:
+def _inner(plan: SharedPlan, jobs: Ints, at: Ints, known: Memo[PartRows[CopyTable]]) -> RoutedTable[CopyTable]:
     """Return the jobs of ranks of one node: rows of one kind are a part."""
     kinds, src, dst = distinct(plan.job_rows[jobs]), plan.job_src[jobs], plan.job_dst[jobs]
-    parts = known.made_of((kinds,), lambda: _inner_parts(plan, kinds))
+    if (parts := known.of([kinds])) is None:
+        parts = known.keep([kinds], _inner_parts(plan, kinds))
     part, none = np.searchsorted(kinds, plan.job_rows[jobs]), np.zeros(len(jobs), np.int64)
     parted = Parted.of(parts, part, none + 2, np.column_stack([src, dst]).reshape(-1), none, none)
     return RoutedTable(parted, at[src], at[dst])
@@ -206,17 +204,18 @@ def _inner_parts(plan: SharedPlan, kinds: Ints) -> PartRows[CopyTable]:
 
 
 def _crossing(
-    plan: SharedPlan, found: Deliveries, moves: Moves, at: Ints, known: Kept[_CrossingParts]
+    plan: SharedPlan, found: Deliveries, moves: Moves, at: Ints, known: Memo[_CrossingParts]
 ) -> tuple[RoutedTable[CrossingTable], Ints]:
-    """Return the moves, and the bytes of each. Those with the same lots of the same patterns are uses of one part."""
+    """Return the moves, and the bytes of each. Moves with equal lots of equal patterns are uses of one part."""
     patterns, is_passed = found.patterns, moves.before >= 0
     here = found.pattern[moves.delivery]
     before = np.where(is_passed, found.pattern[moves.before], -1)
     count = len(patterns.start)
     example, part = numbered((moves.lots * count + before + 1) * count + here)
-    made_of = (patterns, here[example], before[example], moves.lots[example], moves.set_start, moves.set_lots)
-    parts = known.made_of(made_of, lambda: _crossing_parts(plan, *made_of))
-    # the ranks of a move: those of the slots before, then those here; where each is among all destinations and sources
+    inputs = (patterns, here[example], before[example], moves.lots[example], moves.set_start, moves.set_lots)
+    if (parts := known.of(inputs)) is None:
+        parts = known.keep(inputs, _crossing_parts(plan, *inputs))
+    # the ranks of a move, as positions among all destinations and sources: the slots before, then those of this move
     slots_of = np.diff(parts.slot_start)[part]
     of_source = len(found.dst) + moves.delivery
     begin = np.column_stack([np.where(is_passed, found.start[moves.before], of_source), found.start[moves.delivery]])
@@ -249,7 +248,8 @@ def _crossing_parts(
     half = offsets_of(slots // members, 2 * len(here))
     slot_start = half[::2]
     src, dst = np.split(np.searchsorted(slots, keys) - slot_start[np.concatenate([of, of])], 2)
-    table = CrossingTable(**_columns(plan, row, src, dst, giver_row))
+    none = np.zeros(len(row), np.int32)
+    table = CrossingTable(**_columns(plan, row, src, dst, giver_row), path=none, hop=none)
     nbytes = np.zeros(len(here), np.int64)
     np.add.at(nbytes, of, table.row_bytes)
     parts = PartRows(table, offsets_of(of, len(here)))
@@ -275,9 +275,10 @@ class _CrossingLines:
         return of[wanted], line[wanted]
 
 
-def _onward(plan: SharedPlan, found: Deliveries, known: Kept[_OnwardParts]) -> RoutedTable[CopyTable]:
-    """Return the copies of what has crossed. What one destination of a pattern gives to another is a part."""
-    parts = known.made_of((found.patterns,), lambda: _onward_parts(plan, found.patterns))
+def _onward(plan: SharedPlan, found: Deliveries, known: Memo[_OnwardParts]) -> RoutedTable[CopyTable]:
+    """Return the onward copies. All copies from one destination of a pattern to another are a part."""
+    if (parts := known.of([found.patterns])) is None:
+        parts = known.keep([found.patterns], _onward_parts(plan, found.patterns))
     delivery, part = ranges(parts.of_pattern[found.pattern], np.diff(parts.of_pattern)[found.pattern])
     begin, none = found.start[delivery], np.zeros(len(part), np.int64)
     ranks = np.column_stack([found.dst[begin + parts.src[part]], found.dst[begin + parts.dst[part]]]).reshape(-1)
@@ -304,7 +305,7 @@ def _onward_parts(plan: SharedPlan, patterns: Patterns) -> _OnwardParts:
 
 
 def _fills(plan: SharedPlan, at: Ints) -> RoutedTable[FillTable]:
-    """Return the fills: those of one kind are a part."""
+    """Return the fills; the fills of one kind are a part."""
     fills = plan.fills
     table = FillTable(
         locals=plan.locals,
@@ -322,32 +323,14 @@ def _fills(plan: SharedPlan, at: Ints) -> RoutedTable[FillTable]:
 
 
 def _columns(plan: SharedPlan, row: Ints, src: Ints, dst: Ints, giver: Ints | None = None) -> dict[str, Any]:
-    """Return the columns of a table of rows of the plan, with ranks as given.
+    """Return the columns of a table of the plan's rows between these ranks.
 
-    `giver` are the rows that have received what these ones copy from there, -1 where it is the source that has it.
+    `giver` is the row that wrote the elements which a row reads; -1: the row reads its source.
     """
-    rows = plan.rows
-    source = {name: getattr(rows, f"src_{name}")[row] for name in ("local", "offset", "stride")}
-    cast = rows.cast[row]
+    columns = plan.columns(row, src, dst) | {"task_id": plan.places[row]}
     if giver is not None:
         passed = giver >= 0
-        for name, column in source.items():
-            column[passed] = getattr(rows, f"dst_{name}")[giver[passed]]
-        cast[passed] = 0
-    return {
-        "tensors": plan.tensors,
-        "locals": plan.locals,
-        "tensor": rows.tensor[row].astype(np.int32),
-        "src_rank": src.astype(np.int32),
-        "dst_rank": dst.astype(np.int32),
-        "src_local": source["local"].astype(np.int32),
-        "dst_local": rows.dst_local[row].astype(np.int32),
-        "element_size": rows.element_size[row].astype(np.int32),
-        "task_id": plan.places[row],
-        "size": rows.size[row],
-        "src_offset": source["offset"],
-        "src_stride": source["stride"],
-        "dst_offset": rows.dst_offset[row],
-        "dst_stride": rows.dst_stride[row],
-        "cast": cast.astype(np.int32),
-    }
+        for name in ("local", "offset", "stride"):
+            columns[f"src_{name}"][passed] = getattr(plan.rows, f"dst_{name}")[giver[passed]]
+        columns["cast"][passed] = 0
+    return columns

@@ -1,4 +1,4 @@
-"""The base type of messages, bounded numbers and names, and limits."""
+"""Define the base types of messages, bounded numbers and names, limits, and versions of the protocol."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-# 1,000 x major + minor. docs/upgrades.md says which change raises which; `refitd.protocol.versions` compares.
-PROTOCOL_VERSION = 3_004
+from refitd.errors import ProtocolError
 
-# Fits the registration of a 100,000-tensor shard, or the plan of a 10,000-rank node, several times over.
+# 1,000 x major + minor. docs/operate.md says which change raises which number; `check_version` compares.
+PROTOCOL_VERSION = 4_000
+
+# Several times the size of a 100,000-tensor shard's registration, or of a 10,000-rank node's plan.
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_VALUES = 1 << 23  # in one message, counting maps and arrays
 MAX_TEXT_BYTES = 1 << 16
@@ -32,12 +34,12 @@ def clipped(text: str) -> str:
 class Value(msgspec.Struct, frozen=True):
     """A part of a message. New fields need defaults, and no field is ever retyped.
 
-    Fields that are unknown here are ignored: a newer minor version has them.
+    Unknown fields are ignored: the sender may have a newer minor version.
     """
 
 
 class Secret(Value, frozen=True):
-    """A key of 32 bytes that travels, and that no repr shows."""
+    """A key of 32 bytes in a message; its repr hides the bytes."""
 
     data: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
@@ -49,4 +51,26 @@ class Secret(Value, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
-    """One message. Its class name travels as `type` and selects the handler."""
+    """One message. Its class name is sent as `type` and selects the handler."""
+
+
+_MINORS = 1000  # a version is 1,000 x major + minor
+
+
+def shown(version: int) -> str:
+    """Return a version as text: "3.1"."""
+    major, minor = divmod(version, _MINORS)
+    return f"{major}.{minor}" if major else str(version)
+
+
+def check_version(theirs: int, peer: str, me: str) -> None:
+    """Check that a peer has this process's major version; minor versions may differ.
+
+    Raises:
+        ProtocolError: the major versions differ; the error names both ends, their versions and the remedy.
+    """
+    if theirs // _MINORS != PROTOCOL_VERSION // _MINORS:
+        raise ProtocolError(
+            f"{peer} speaks protocol {shown(theirs)}, {me} {shown(PROTOCOL_VERSION)}: the numbers before the point "
+            "must be the same; install a refitd with the same one at both ends (docs/operate.md)"
+        )

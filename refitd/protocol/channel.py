@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import os
+import struct
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +17,8 @@ from refitd.buffers.handoff import refuse_if_listening
 from refitd.errors import ConfigError, ProtocolError, RefusedError
 from refitd.protocol.base import MAX_MESSAGE_BYTES, Message
 from refitd.protocol.codec import encode
-from refitd.protocol.keys import KEYGEN, ClientKeys, KeyPair, ServerKeys
+from refitd.protocol.keys import DOMAIN, KEYGEN, ClientKeys, KeyPair, ServerKeys, ZapHandler
 from refitd.protocol.local import Failure
-from refitd.protocol.socket_monitor import HandshakeFailure, SocketMonitor
-from refitd.protocol.zap import DOMAIN, ZapHandler
 
 # Messages a peer may leave unread before more are dropped (router) or refused (dealer).
 HIGH_WATER_MARK = 10_000
@@ -32,10 +32,9 @@ class Received:
     """A received frame, not yet decoded."""
 
     identity: bytes  # of the connection
-    frame: bytes  # empty (no valid message) if the peer sent several frames, none, or a too large one
+    frame: bytes | memoryview  # not copied; empty (no valid message) if the peer sent no frame, or several
     key: str  # the public key of the connection, "" without keys
-    address: str  # of the peer; for a local one "localhost:UID:GID:PID", by the kernel
-    too_large: int = 0  # bytes of the frame that was dropped unread
+    address: str  # the peer's; for a local peer "localhost:UID:GID:PID", from the kernel
 
     @property
     def local_peer(self) -> tuple[int, int] | None:
@@ -58,19 +57,11 @@ def _bound(sock: zmq.Socket[bytes], endpoint: str) -> None:
     sock.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     sock.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
     if not endpoint.startswith("ipc://"):
-        # No heartbeats on one host: the kernel reports a peer's end. With heartbeats, a peer that was stopped and
-        # continues would use a connection that the other end has dropped, and never get a message again.
+        # No heartbeats on one host: the kernel reports a peer's end. With heartbeats, a peer that was suspended and
+        # continues would use a connection that the other end has dropped, and would never receive a message again.
         sock.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
     sock.setsockopt(zmq.IPV6, 1)
-
-
-def _property(frame: zmq.Frame, name: str) -> str:
-    """Return a ZeroMQ property of the connection that a frame came over; "" if there is none."""
-    try:
-        return str(frame.get(name))
-    except zmq.ZMQError:
-        return ""
 
 
 def _use_key(sock: zmq.Socket[bytes], own: KeyPair) -> None:
@@ -78,7 +69,7 @@ def _use_key(sock: zmq.Socket[bytes], own: KeyPair) -> None:
     sock.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
 
 
-@contextmanager
+@contextlib.contextmanager
 def _private() -> Iterator[None]:
     """Create files with mode 0600 inside this context: by default ZeroMQ makes socket files 0755."""
     old = os.umask(0o177)
@@ -93,14 +84,18 @@ def framed(request: int, message: Message) -> bytes:
     try:
         return encode(request, message)
     except (ProtocolError, OverflowError) as exc:
-        return encode(request, Failure(code=ProtocolError.code, message=f"{type(message).__name__}: {exc}"))
+        return encode(request, _too_large(message, exc))
+
+
+def _too_large(message: Message, error: Exception) -> Failure:
+    return Failure(code=ProtocolError.code, message=f"{type(message).__name__}: {error}")
 
 
 class Router:
     """The listening end: many peers, each identified by its ZeroMQ identity.
 
-    With keys, only peers that have an allowed key and know this end's key are heard. The loop polls `control_sockets`,
-    then calls `turned_away`. One such end per context.
+    With keys, it receives only from peers that have an allowed key and know this end's key. The loop polls
+    `control_sockets`, then calls `turned_away`. Create at most one per context.
     """
 
     def __init__(
@@ -116,7 +111,7 @@ class Router:
 
         Args:
             context: makes the socket.
-            endpoint: where to listen.
+            endpoint: listens on this address.
             keys: this end's key and the admitted ones.
             uids: over ipc, the admitted users, checked by the kernel; empty: all who can open the socket file.
             unsent: messages that a peer may leave unread before more are dropped.
@@ -151,15 +146,12 @@ class Router:
             raise RefusedError(f"{endpoint}: cannot listen here: {exc.strerror}; is another one running?") from exc
 
     def admit(self, allowed: Collection[str]) -> None:
-        """Admit these keys from now on. Connections that were admitted before stay: the caller must check their key."""
+        """Admit these keys from now on. Earlier connections stay open: the caller must check their keys."""
         if self._zap is not None:
             self._zap.admit(allowed)
 
-    def receive(self, limit: Callable[[Received], int] | None = None) -> Received | None:
-        """Return the next message, None if none waits.
-
-        `limit` returns how many bytes this sender may send; a larger frame is dropped unread.
-        """
+    def receive(self) -> Received | None:
+        """Return the next message, None if none waits."""
         try:
             head = self.socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -172,22 +164,27 @@ class Router:
             self.socket.recv(copy=False)
         if first is None:
             return Received(head.bytes, b"", "", "")
-        key = _property(first, "User-Id") if self._keys is not None else ""
-        who, address = head.bytes, _property(first, "Peer-Address")
-        empty, size = Received(who, b"", key, address), len(first.buffer)
-        if limit is not None and size > limit(empty):
-            return Received(who, b"", key, address, size)
-        return empty if several else Received(who, first.bytes, key, address)
+        address = key = ""
+        with contextlib.suppress(zmq.ZMQError):  # a connection may lack a property
+            address = str(first.get("Peer-Address"))
+            key = str(first.get("User-Id")) if self._keys is not None else ""
+        return Received(head.bytes, b"" if several else first.buffer, key, address)
 
     def send(self, identity: bytes, request: int, message: Message) -> bool:
-        """Queue a message; False if the peer is gone or its queue is full. A too large one becomes a Failure."""
-        return self.send_frame(identity, framed(request, message))
+        """Queue a message; False if the peer is disconnected or its queue full. If too large, it becomes a Failure."""
+        try:
+            self.socket.send_multipart([identity, encode(request, message)])
+        except (ProtocolError, OverflowError) as exc:
+            return self.send(identity, request, _too_large(message, exc))
+        except zmq.ZMQError:
+            return False
+        return True
 
     def send_frame(self, identity: bytes, frame: bytes) -> bool:
-        """Queue an encoded message; False if the peer is gone or its queue is full."""
+        """Queue an encoded message; False if the peer is disconnected or its queue is full."""
         try:
             self.socket.send_multipart([identity, frame])
-        except (zmq.Again, zmq.ZMQError):
+        except zmq.ZMQError:
             return False
         return True
 
@@ -220,7 +217,7 @@ class Router:
             self._zap.close()
 
     def close(self, *, sending_s: float = 0.0) -> None:
-        """Close the sockets and remove the socket file, which ZeroMQ leaves behind; what waits is sent for so long."""
+        """Close the sockets and remove the socket file; wait up to `sending_s` to send queued messages."""
         if not self.socket.closed:
             self.socket.setsockopt(zmq.LINGER, int(1000 * sending_s))
         self._close_sockets()
@@ -229,9 +226,10 @@ class Router:
 
 
 def hear_out(sockets: Iterable[zmq.Socket[bytes]], seconds: float) -> None:
-    """Read and drop what comes, for so long, after a last word and before the sockets are closed.
+    """Read and drop messages for `seconds`, after a last message was sent and before the sockets are closed.
 
-    A connection that is closed with unread data is reset, and a peer that finds out by writing never reads that word.
+    The kernel resets a connection that is closed with unread data. A peer whose next write then fails would never read
+    the last message.
     """
     poller = zmq.Poller()
     for each in sockets:
@@ -245,7 +243,7 @@ def hear_out(sockets: Iterable[zmq.Socket[bytes]], seconds: float) -> None:
 class Dealer:
     """The connecting end: one peer, to which ZeroMQ reconnects without limit.
 
-    ZeroMQ gives up on a peer that refuses a handshake. Over TCP the loop polls `control_sockets`, then calls
+    ZeroMQ stops reconnecting to a peer that refuses a handshake. Over TCP the loop polls `control_sockets`, then calls
     `failure`, and from time to time `retry`.
     """
 
@@ -257,10 +255,10 @@ class Dealer:
         *,
         queues: bool = True,
     ) -> None:
-        """Start connecting, in the background. Without `queues` nothing is sent before there is a connection.
+        """Start connecting, in the background. Without `queues`, messages before the connection are refused.
 
         Raises:
-            ConfigError: the endpoint cannot be connected to.
+            ConfigError: the endpoint is invalid.
         """
         self.endpoint = endpoint
         self._keys = keys
@@ -288,7 +286,7 @@ class Dealer:
         return [self._monitor.socket] if self._monitor is not None else []
 
     def failure(self) -> str | None:
-        """Return why a handshake failed since the last call, with advice; None if none failed."""
+        """Return the reason of a handshake failure since the last call, with advice; None if none failed."""
         said = None
         while self._monitor is not None and (failed := self._monitor.receive()) is not None:
             self._is_refused = self._is_refused or failed is not HandshakeFailure.ENDED
@@ -321,7 +319,9 @@ class Dealer:
             frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        self.peer = _property(frames[0], "Peer-Address")
+        self.peer = ""
+        with contextlib.suppress(zmq.ZMQError):  # a connection may lack this property
+            self.peer = str(frames[0].get("Peer-Address"))
         return frames[0].bytes if len(frames) == 1 else b""
 
     def send(self, request: int, message: Message) -> bool:
@@ -337,9 +337,52 @@ class Dealer:
         return True
 
     def close(self, *, sending_s: float = 0.0) -> None:
-        """Close the sockets; what waits is sent for so long."""
+        """Close the sockets; wait up to `sending_s` to send queued messages."""
         if self._monitor is not None:
             self._monitor.close()
         if not self.socket.closed:
             self.socket.setsockopt(zmq.LINGER, int(1000 * sending_s))
+        self.socket.close()
+
+
+_EVENT = struct.Struct("=Hi")  # (event, value); pyzmq's own parser would load asyncio
+
+
+class HandshakeFailure(enum.Enum):
+    """A failed handshake and its cause."""
+
+    KEY_REFUSED = "the other end does not allow our key"
+    OTHER_MECHANISM = "one end uses keys and the other does not"
+    PROTOCOL = "the other end's bytes make no sense: it has another server key in mind, or is no ZeroMQ"
+    ENDED = "the other end has closed the connection without a word"
+
+
+_EVENTS: dict[int, HandshakeFailure] = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: HandshakeFailure.KEY_REFUSED,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: HandshakeFailure.PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: HandshakeFailure.ENDED,
+}
+
+
+class SocketMonitor:
+    """Reports one socket's failures to the loop that polls `socket`. Create it before that socket binds or connects."""
+
+    def __init__(self, watched: zmq.Socket[bytes]) -> None:
+        self._watched = watched
+        self.socket = watched.get_monitor_socket(sum(_EVENTS))
+
+    def receive(self) -> HandshakeFailure | None:
+        """Return the next failure, None if none waits."""
+        try:
+            frame, _endpoint = self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        event, value = _EVENT.unpack(frame)
+        if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            return HandshakeFailure.OTHER_MECHANISM
+        return _EVENTS[event]
+
+    def close(self) -> None:
+        """Stop watching. Call it before the watched socket is closed."""
+        self._watched.disable_monitor()
         self.socket.close()

@@ -6,22 +6,46 @@ from typing import Literal
 
 import msgspec
 
-from refitd.protocol.base import Count, Events, Label, Message, Name, Seconds, Secret, Small, Step, Text, Value
-from refitd.protocol.control import AddController, Control, Controlled, RemoveController
-from refitd.protocol.local import Done, Failure, ForwardedReply, ForwardedRequest
+from refitd.protocol.base import Count, Events, Label, Message, Name, Seconds, Secret, Small, Text, Value
+from refitd.protocol.local import (
+    BeginPublish,
+    CommitDone,
+    CommitFailed,
+    Control,
+    Controlled,
+    Deregister,
+    Done,
+    Evicted,
+    Failure,
+    Fence,
+    FlipAt,
+    Forget,
+    ForwardedReply,
+    ForwardedRequest,
+    Goodbye,
+    MayDrop,
+    Publish,
+    RegisterController,
+    StepReached,
+    Suspend,
+    Withdraw,
+)
 from refitd.protocol.reports import (
     Crossing,
     Difference,
+    GetTrace,
+    Moment,
     NodeStatus,
+    NodeTrace,
 )
-from refitd.protocol.shards import SharedTensor
-from refitd.protocol.traces import CollectTrace, Moment, NodeTrace
+from refitd.protocol.shards import SharedTensor, VersionOf
+from refitd.protocol.sidecar import LaneValue
 from refitd.states import ProofState, TransferMode
 
-# The code of the Failure that is a coordinator's last word: it was told to end, and another one may lead at once.
+# The code of the last Failure that a coordinator sends when it is stopped: another one may lead immediately.
 LEAVES = "coordinator-leaves"
 
-# How long the last words of a process are sent, at most.
+# How long an ending process waits to send its last messages.
 LAST_WORDS_S = 0.2
 
 # --- daemon to coordinator --------------------------------------------------------------------------------
@@ -36,31 +60,29 @@ class LiveClaim(Value, frozen=True):
     sequence: Count = 0
     swap: Label = ""
     journal: Label = ""
-    highest: Count = 0  # of all versions that were ever live
+    highest: Count = 0  # the highest version that was ever live
 
 
 class NodeHello(Message, frozen=True):
-    """First message of a daemon, repeated after a coordinator restart. `live`: the last LiveIs of each model.
-
-    With `keeps_parts` it keeps parts of plans, so that a LoadPlan need only name those that it has.
-    """
+    """First message of a daemon, repeated after a coordinator restart. `live`: the last LiveIs of each model."""
 
     protocol: Small
     status: NodeStatus
     live: tuple[LiveClaim, ...] = ()
-    keeps_parts: bool = False
 
 
 class TargetMoved(Value, frozen=True):
     """A target rank's state on its daemon, and its last events; see reports.TargetStatus.
 
-    With `spare_lost` its other arena does not hold what it did, so that no rollback may use it.
+    With `spare_lost` its other arena has lost its version, and no rollback may use it. With `lacks_base` its base is
+    wrong or suspect: its next version is sent in full, also to the nodes after it on a relay path.
     """
 
     member: Name
     step: Label
     events: Events
     spare_lost: bool = False
+    lacks_base: bool = False
 
 
 class NodeUpdate(Message, frozen=True):
@@ -68,10 +90,6 @@ class NodeUpdate(Message, frozen=True):
 
     status: NodeStatus
     moved: tuple[TargetMoved, ...] = ()
-
-
-class NodeLeaves(Message, frozen=True):
-    """The last word of a daemon that was told to end: its workers have ended, and its name is free."""
 
 
 class DescribeShard(Message, frozen=True):
@@ -85,7 +103,7 @@ class AddShard(Message, frozen=True, omit_defaults=True):
     """A client has registered. Reply: Done (SourceAdmitted for a source), or Failure, which undoes the registration.
 
     A Failure with code "unknown-shard" asks for DescribeShard first. A source without a `run` registers for the first
-    time. With `is_question` nothing is registered: Done says that it would be accepted.
+    time. With `is_question` the coordinator only checks: Done means that it would accept the registration.
     """
 
     member: Name
@@ -97,146 +115,53 @@ class AddShard(Message, frozen=True, omit_defaults=True):
     pid: Count
     digest: Name
     attached: bool = True
-    versions: tuple[Count, ...] = ()  # source: published and held
+    versions: tuple[Count, ...] = ()  # source: published versions that its node still stores
     modes: tuple[TransferMode, ...] = ()  # transfer mode of each of these versions
-    mode: TransferMode = TransferMode.NONE  # of the latest version, held or not
-    mode_reason: Text = ""  # the measurement behind the mode
-    version: Count | None = None  # target: served
+    mode: TransferMode = TransferMode.NONE  # of the latest version, even if it is no longer stored
+    version: Count | None = None  # target: the version that it serves
     staged: Name | None = None  # target: the swap whose staged bytes wait for commit
-    held_bytes: Count = 0  # target: of its live tensors
-    staging_bytes: Count = 0  # target: of its staging arena
-    converted_bytes: Count = 0  # target: read again for conversions
-    stale: tuple[Name, ...] = ()  # target: derived tensors that nothing refreshes
-    pauses: bool = False  # target: it stands still before the decision
-    in_place: bool = False  # target: it stands still while staging writes its live tensors
-    poisoned: Text = ""  # target: why it holds parts of two versions
-    lockstep: bool = False  # target: it flips in the same poll as its replica's other ranks
+    held_bytes: Count = 0  # target: size of its live tensors
+    staging_bytes: Count = 0  # target: size of its staging arena
+    converted_bytes: Count = 0  # target: bytes that conversions read again
+    stale: tuple[Name, ...] = ()  # target: derived tensors without a refresh hook
+    in_place: bool = False  # target: staging writes its live tensors; its controller pauses it first
+    poisoned: Text = ""  # target: why its tensors are parts of two versions
     run: Label = ""  # source: its run; target: the run of the version it serves
-    newest: Count | None = None  # source: the highest version published, held or not
+    newest: Count | None = None  # source: the highest published version, even if it is no longer stored
     staged_version: Count | None = None  # target: the staged version
     staged_run: Label = ""
-    committing: bool = False  # target: it was told to commit, so the swap is decided
-    observes: bool = False  # target: it takes part only in catch-ups
+    committing: bool = False  # target: it received the order to commit, so the swap is decided
+    observes: bool = False  # target: only catch-ups include it
     flips: bool = False  # target: commits exchange its arenas
-    spare: Count | None = None  # target: the version that its other arena holds
+    spare: Count | None = None  # target: the previous version, which its other arena holds
     spare_run: Label = ""
-    seeds: bool = False  # target: an arena holds the served version as it arrived, so that others can be given it
-    suspended: bool = False  # target: its tensors are put away, and swaps leave its replica out
-    controlled: bool = False  # target: it commits only when the replica's controller says so
-    is_question: bool = False  # ask only whether it would be accepted
-    origin: Label = ""  # source: identifies the checkpoint whose part it publishes
+    seeds: bool = False  # target: an arena holds the served version as it arrived; the daemon can send it to others
+    suspended: bool = False  # target: its engine is asleep, and swaps skip its replica
+    controlled: bool = False  # target: it commits only when the replica's controller calls for it
+    is_question: bool = False  # only check whether it would be accepted
+    origin: Label = ""  # source: identifies the checkpoint if it publishes a part of one
     shares: tuple[SharedTensor, ...] = ()  # target: tensors that versions of another model write
 
 
-class MemberSuspended(Message, frozen=True):
-    """A target rank has put its tensors away, or has them again (`is_lost`: without their contents).
-
-    Reply: Done, or Failure if it has a decided version pending, which it must commit first.
-    """
-
-    member: Name
-    suspended: bool
-    is_lost: bool = False
-
-
-class RemoveShard(Message, frozen=True):
-    """A client has left or died."""
-
-    member: Name
-    reason: Text
-
-
-class DetachShard(Message, frozen=True):
-    """A source's client is gone; the node still holds its published versions."""
-
-    member: Name
-    reason: Text
-
-
-class ShardPublished(Message, frozen=True):
-    """A source rank holds this version. Reply: Done or Failure. `mode` and `mode_reason` are as in SourceStatus.
-
-    `is_anew`: the source provides other tensors than before.
-    """
-
-    member: Name
-    version: Count
-    mode: TransferMode = TransferMode.NONE
-    mode_reason: Text = ""
-    is_anew: bool = False
-
-
-class ShardWithdrawn(Message, frozen=True):
-    """A source rank no longer holds this version."""
-
-    member: Name
-    version: Count
-
-
-class WantsRoom(Message, frozen=True):
-    """A source rank needs a slot for this version. MayDrop says what it may overwrite, now and later."""
-
-    member: Name
-    version: Count
-    slots: Small
-
-
 class PlanLoaded(Message, frozen=True):
-    """The node has loaded the plan; if it crosses nodes, the workers have joined its epoch."""
+    """The node has loaded the plan; if it crosses nodes, the workers have joined its epoch.
+
+    With a `reason` the plan can never be used; `where` names the process. `missing` counts parts of the LoadPlan
+    that the node lacks; the coordinator then sends the message again with all parts.
+    """
 
     plan: Name
     epoch: Label = ""
-
-
-class PlanRefused(Message, frozen=True):
-    """The node cannot use the plan; `where` names the process."""
-
-    plan: Name
-    epoch: Label
-    where: Text
-    reason: Text
-
-
-class PartsMissing(Message, frozen=True):
-    """The node lacks parts that a LoadPlan or LoadShare names. Answered by the same with all of its parts."""
-
-    plan: Name
-    epoch: Label
-    missing: Count
-
-
-class EpochPut(Message, frozen=True):
-    """A worker's value for the workers of its lane on other nodes."""
-
-    epoch: Name
-    lane: Small
-    key: Name
-    value: bytes
-
-
-class EpochLost(Message, frozen=True):
-    """A worker of the epoch is gone: a new epoch must be formed before the plan is used again."""
-
-    plan: Name
-    epoch: Name
-    where: Text
-    reason: Text
+    where: Text = ""
+    reason: Text = ""
+    missing: Count = 0
 
 
 class RegionsDigested(Message, frozen=True):
-    """The digests (little-endian uint64) of the rows of DigestRegions, or the reason why there are none."""
+    """The digests (little-endian uint64) of the rows of DigestRegions, or the reason of a failure."""
 
     swap: Name
     digests: bytes = b""
-    reason: Text = ""
-
-
-class CableMeasured(Message, frozen=True):
-    """What this node's workers have received in a MeasureCable, or why they have not; who sends only says that."""
-
-    test: Name
-    bytes: Count = 0
-    speed: Count = 0  # bytes per second
     reason: Text = ""
 
 
@@ -248,68 +173,25 @@ class StageProgress(Message, frozen=True):
 
 
 class StageDone(Message, frozen=True):
-    """Everything this node receives is staged and every digest matched."""
+    """This node has staged all its tensors, and every digest matched.
 
-    swap: Name
-    copies: Count
-    bytes: Count
-    seconds: Seconds
-    crossing_s: Seconds = 0.0  # of that, the slowest worker's exchange with other nodes
-    staging_bytes: Count = 0  # the most that one worker holds in its own buffers
-    converted_bytes: Count = 0  # read again for conversions
-    crossing: Crossing = Crossing()  # what came here from other nodes
-
-
-class StageFailed(Message, frozen=True):
-    """Staging on this node has failed; `where` names the process and rank."""
-
-    swap: Name
-    where: Text
-    reason: Text
-
-
-class MemberQuiet(Message, frozen=True):
-    """This member has paused until it has committed, or until Abort."""
-
-    swap: Name
-    member: Name
-
-
-class MemberStep(Message, frozen=True):
-    """How far a member that was told to commit has polled; see local.StepReached."""
-
-    swap: Name
-    member: Name
-    step: Count
-    origin: Label = ""
-    stands: Label = ""
-    thread: Count = 0
-
-
-class MemberCommitted(Message, frozen=True):
-    """The version is live in this member's tensors; its other arena holds version `spare`, if it flips.
-
-    `seeds` is as in AddShard.
+    With a `reason` staging has failed; `where` names the process and rank.
     """
 
     swap: Name
-    member: Name
-    paused_s: Seconds
-    spare: Count | None = None
-    spare_run: Label = ""
-    seeds: bool = False
-
-
-class MemberCommitFailed(Message, frozen=True):
-    """This member could not commit the version."""
-
-    swap: Name
-    member: Name
-    reason: Text
+    copies: Count = 0
+    bytes: Count = 0
+    seconds: Seconds = 0.0
+    crossing_s: Seconds = 0.0  # part of `seconds`: the slowest worker's exchange with other nodes
+    staging_bytes: Count = 0  # the largest size of one worker's own buffers
+    converted_bytes: Count = 0  # read again for conversions
+    crossing: Crossing = Crossing()  # traffic from other nodes to this one
+    where: Text = ""
+    reason: Text = ""
 
 
 class MemberChecked(Value, frozen=True):
-    """The result of checking one member; see reports.MemberProof. `form` identifies its held form."""
+    """The result of checking one member; see reports.MemberProof. `form` identifies its live tensors' conversions."""
 
     member: Name
     state: ProofState
@@ -324,7 +206,7 @@ class MemberChecked(Value, frozen=True):
 
 
 class MembersChecked(Message, frozen=True):
-    """The results for some members of a CheckMembers; the others follow in further messages."""
+    """The results for some members of a CheckMembers; further messages have the other members."""
 
     check: Name
     members: tuple[MemberChecked, ...]
@@ -336,7 +218,8 @@ class MembersChecked(Message, frozen=True):
 class NodeWelcome(Message, frozen=True):
     """The coordinator has accepted the node. A new `boot` means that it has restarted: register everything again.
 
-    Each answer to a NodeHello or NodeUpdate lets the node's engines serve until `lease_s` after that was sent.
+    Each answer to a NodeHello or NodeUpdate permits the node's engines to serve until `lease_s` after the node sent the
+    message.
     """
 
     protocol: Small
@@ -351,32 +234,14 @@ class HeartbeatAnswer(Message, frozen=True):
     clock_s: Moment  # the coordinator's monotonic clock
 
 
-class SourceAdmitted(Message, frozen=True):
-    """A source was admitted into this run; it may publish `next_version` and above."""
-
-    run: Label
-    next_version: Count
-
-
 class LiveIs(Message, frozen=True):
-    """A new live version. The daemon remembers it for a coordinator that has lost its journal."""
+    """A new live version. The daemon stores it for a coordinator that has lost its journal."""
 
     live: LiveClaim
 
 
-class MayDrop(Message, frozen=True):
-    """The versions that a source rank may overwrite: a newer one is complete, or they can never be complete.
-
-    If there are none, `reason` names the ranks that must publish first.
-    """
-
-    member: Name
-    versions: tuple[Count, ...]
-    reason: Text = ""
-
-
 class EpochPlan(Value, frozen=True):
-    """The workers that exchange between nodes. Worker i of each node is in lane i, at the position of its node."""
+    """The workers that exchange bytes between nodes. Worker i of each node is in lane i, at its node's position."""
 
     id: Name
     service: Name
@@ -385,59 +250,35 @@ class EpochPlan(Value, frozen=True):
     lanes: Small
     staging_bytes: Count  # per worker
     timeout_s: Seconds  # to join
-    key: Secret  # by which its workers know each other
+    key: Secret  # authenticates the epoch's workers to each other
 
 
 class PlanPart(Value, frozen=True):
-    """Rows that several plans may use: a table's wire form (refitd.plan.parts). It travels packed, by digest."""
+    """Rows that several plans may use: a table's wire form (refitd.plan.table). Sent packed, under its digest."""
 
     table: dict[str, int | bytes | list[str]]
 
 
 class EpochPart(Value, frozen=True):
-    """Some of an epoch's nodes, in order, with their hosts. It travels packed, by digest."""
+    """Some of an epoch's nodes, in order, with their hosts. Sent packed, under its digest."""
 
     nodes: tuple[Name, ...]
     hosts: tuple[Label, ...]
 
 
-class LoadPlan(Message, frozen=True):
-    """The part of a plan that this node executes; `members[i]` has rank `ranks[i]`.
-
-    `table` (CopyTable.to_wire()) lists the copies within this node, `fills` (FillTable.to_wire()) what is filled with
-    constants, `crossing` (CopyTable.to_wire()) what this node sends to or receives from others, `onward` (likewise)
-    what is copied between targets of this node once that has arrived. Each is empty if there is nothing. With
-    `crossing`, `crossing_nodes[i]` is the position of rank `ranks[i]`'s node in the epoch, or -1 if that node takes no
-    part. `seeds` are the ranks of targets that are read, not written.
-
-    To a node that keeps parts, tables travel in parts: `uses` says for each of the four, by name, which of `parts` it
-    is made of and for which ranks (refitd.plan.parts.Uses.to_wire()). `parts` are digests of PlanPart values,
-    `epoch_parts` of EpochPart values, together all of the epoch's nodes; `given` has those, packed, that the node is
-    not known to hold.
-    """
-
-    plan: Name
-    model: Name
-    ranks: tuple[Count, ...]
-    members: tuple[Name, ...]
-    table: dict[str, int | bytes | list[str]]
-    fills: dict[str, int | bytes | list[str]] = msgspec.field(default_factory=dict)
-    crossing: dict[str, int | bytes | list[str]] = msgspec.field(default_factory=dict)
-    onward: dict[str, int | bytes | list[str]] = msgspec.field(default_factory=dict)
-    crossing_nodes: tuple[Step, ...] = ()
-    epoch: EpochPlan | None = None
-    seeds: tuple[Count, ...] = ()
-    uses: dict[str, dict[str, bytes]] = msgspec.field(default_factory=dict)
-    parts: tuple[Name, ...] = ()
-    epoch_parts: tuple[Name, ...] = ()
-    given: dict[str, bytes] = msgspec.field(default_factory=dict)
-
-
 class NodeShare(Value, frozen=True):
-    """What one node executes of a plan, without numbers of ranks, which change. It travels packed, by digest.
+    """One node's share of a plan, without rank numbers, because they change. Sent packed, under its digest.
 
-    `uses` and `parts` are as in LoadPlan, but for ranks: here and in `seeds` these are positions in `members`. Member i
-    is on nodes[at[i]], if anything crosses between nodes.
+    The share has up to four tables, by name; each lists work in rows:
+
+    - `table` (CopyTable): copies within this node;
+    - `fills` (FillTable): boxes to fill with constants;
+    - `crossing` (CrossingTable): copies that this node sends to or receives from other nodes;
+    - `onward` (CopyTable): copies between targets of this node, once the crossing bytes have arrived.
+
+    For each table `uses` lists the `parts` that it consists of, and their ranks (refitd.plan.table.Uses.to_wire()) as
+    positions in `members`. `parts` are digests of PlanPart values. `seeds` are the positions of targets that are read,
+    not written. If bytes cross between nodes, member i is on nodes[at[i]].
     """
 
     members: tuple[Name, ...]
@@ -449,23 +290,23 @@ class NodeShare(Value, frozen=True):
 
 
 class ShareRanks(Value, frozen=True):
-    """The plan-wide ranks of the members of a NodeShare. It travels packed, by digest."""
+    """The plan-wide ranks of the members of a NodeShare. Sent packed, under its digest."""
 
     ranks: tuple[Count, ...]
 
 
 class EpochParts(Value, frozen=True):
-    """The digests of the EpochPart values of an epoch. It travels packed, by digest."""
+    """The digests of the EpochPart values of an epoch. Sent packed, under its digest."""
 
     parts: tuple[Name, ...]
 
 
-class LoadShare(Message, frozen=True):
-    """A LoadPlan by digests, so that a node for which nothing changes is told little; from minor version 3 on.
+class LoadPlan(Message, frozen=True):
+    """One node's share of a plan, by digests: the message is short if the share has not changed.
 
-    `share`, `ranks` and `epoch_parts` ("" without an epoch) name a NodeShare, ShareRanks and EpochParts; `epoch` has no
-    nodes. `given` has what these are made of, packed, and themselves, unless the node is known to hold it. A node that
-    lacks any of it says PartsMissing.
+    `share`, `ranks` and `epoch_parts` ("" without an epoch) are the digests of a NodeShare, ShareRanks and EpochParts;
+    `epoch` lists no nodes. `given` has the packed values, and the packed parts that they name, that the node may lack.
+    If the node still lacks some, its PlanLoaded counts them as `missing`.
     """
 
     plan: Name
@@ -477,98 +318,44 @@ class LoadShare(Message, frozen=True):
     given: dict[str, bytes] = msgspec.field(default_factory=dict)
 
 
-class EpochValue(Message, frozen=True):
-    """The value of a worker of this lane on another node."""
-
-    epoch: Name
-    lane: Small
-    key: Name
-    value: bytes
-
-
-class MeasureCable(Message, frozen=True):
-    """Join this epoch, and send to, or receive from, the node `peer` for so long. Reply: CableMeasured, or PlanRefused.
-
-    `test` is in the place of a plan: DropPlan ends it.
-    """
-
-    test: Name
-    epoch: EpochPlan
-    peer: Name
-    sends: bool
-    seconds: Seconds
-
-
 class DropPlan(Message, frozen=True):
     """The plan will not be used again."""
 
     plan: Name
 
 
-class FenceMember(Message, frozen=True):
-    """This member does not hold the live version: it must serve nothing until it has caught up."""
-
-    member: Name
-    reason: Text
-
-
-class Pause(Message, frozen=True):
-    """Ask these members to pause; each answers with MemberQuiet or MemberCommitFailed."""
-
-    swap: Name
-    version: Count
-    members: tuple[Name, ...]
-
-
 class Stage(Message, frozen=True):
-    """Copy `version` into the staging arenas and verify it."""
+    """Copy `version` into the staging arenas and verify it. Reply: StageDone.
+
+    With `members` no bytes are copied: the version in their other arenas counts as staged.
+    """
 
     swap: Name
-    plan: Name
+    plan: Label
     version: Count
     timeout_s: Seconds = 60.0
-    verify: bool = True  # compare what is written with its source, and digest the version once it is live
+    verify: bool = True  # compare written bytes with their source, and digest the version once it is live
     run: Label = ""  # of the version
-    base: Count | None = None  # a version that targets may still hold: what crosses may be sent as changes to it
+    base: Count | None = None  # a version that targets may still hold; crossing bytes may be sent as deltas to it
     base_run: Label = ""
-
-
-class StageSpare(Message, frozen=True):
-    """Take the version that the other arenas of these members hold as staged. Reply: StageDone or StageFailed."""
-
-    swap: Name
-    version: Count
-    run: Label
-    members: tuple[Name, ...]
+    members: tuple[Name, ...] = ()
 
 
 class CommitStaged(Message, frozen=True):
-    """The decision is journalled: make the staged version live. A controller calls `controlled` members to commit."""
+    """The decision is journalled: make the staged version live. A controller calls `controlled` members to commit.
+
+    `beside`: the live versions of the models whose targets own shared tensors of these members.
+    """
 
     swap: Name
     version: Count
     run: Label = ""
     controlled: tuple[Name, ...] = ()
-
-
-class FlipMember(Message, frozen=True):
-    """This member commits the decided version in poll number `step`; see local.FlipAt."""
-
-    swap: Name
-    member: Name
-    step: Count
-    origin: Label = ""
-
-
-class PassMember(Message, frozen=True):
-    """This member leaves the poll in which it stands; see local.PassPoll."""
-
-    swap: Name
-    member: Name
+    beside: tuple[VersionOf, ...] = ()
 
 
 class Abort(Message, frozen=True):
-    """Discard the swap; once this is handled, nothing is written for it."""
+    """Discard the swap; after the node has handled this, it does not write for the swap."""
 
     swap: Name
     reason: Text
@@ -585,8 +372,8 @@ class CheckMembers(Message, frozen=True):
 class DigestRegions(Message, frozen=True):
     """Digest regions of this node's source ranks at a version. Reply: RegionsDigested, within `timeout_s`.
 
-    `table` is `refitd.plan.regions.RegionTable.to_wire()`. `members[i]` is source rank `ranks[i]`; it holds the rows of
-    holder `holders[i]`.
+    `table` is `refitd.plan.table.RegionTable.to_wire()`. `members[i]` is source rank `ranks[i]`; it digests the rows
+    of holder `holders[i]`.
     """
 
     swap: Name
@@ -599,21 +386,11 @@ class DigestRegions(Message, frozen=True):
     timeout_s: Seconds
 
 
-class EvictMember(Message, frozen=True):
-    """Free the memory of this member: an operator evicted it, or it is a detached source that was replaced."""
-
-    member: Name
-    reason: Text
-
-
-class ForgetRetained(Message, frozen=True):
-    """Free the staging arenas that were kept of dead engines of this model."""
-
-    model: Name
-
-
 class EndSwap(Message, frozen=True):
-    """The swap is over: its sources may be overwritten and leases end, also those of `members` that it did not read."""
+    """The swap has ended: its sources may be overwritten, and leases end.
+
+    This includes the leases of `members`, which the swap did not read.
+    """
 
     swap: Name
     version: Count = 0
@@ -623,32 +400,24 @@ class EndSwap(Message, frozen=True):
 NodeMessage = (
     NodeHello
     | NodeUpdate
-    | NodeLeaves
+    | Goodbye
     | DescribeShard
     | AddShard
-    | RemoveShard
-    | MemberSuspended
-    | DetachShard
-    | ShardPublished
-    | ShardWithdrawn
-    | WantsRoom
+    | Deregister
+    | Suspend
+    | Publish
+    | Withdraw
+    | BeginPublish
     | PlanLoaded
-    | PlanRefused
-    | PartsMissing
-    | EpochPut
-    | EpochLost
+    | LaneValue
     | StageProgress
     | StageDone
-    | StageFailed
-    | MemberQuiet
-    | MemberStep
-    | MemberCommitted
-    | MemberCommitFailed
+    | StepReached
+    | CommitDone
+    | CommitFailed
     | MembersChecked
     | RegionsDigested
-    | CableMeasured
-    | AddController
-    | RemoveController
+    | RegisterController
     | Controlled
     | ForwardedRequest
     | NodeTrace
@@ -657,30 +426,24 @@ NodeMessage = (
 CoordinatorMessage = (
     NodeWelcome
     | HeartbeatAnswer
-    | SourceAdmitted
+    | Done
     | LiveIs
     | MayDrop
-    | Done
     | Failure
     | LoadPlan
-    | LoadShare
-    | EpochValue
+    | LaneValue
     | DropPlan
-    | MeasureCable
-    | FenceMember
-    | Pause
+    | Fence
     | Stage
-    | StageSpare
     | CommitStaged
-    | FlipMember
-    | PassMember
+    | FlipAt
     | Control
     | Abort
     | EndSwap
     | CheckMembers
     | DigestRegions
-    | CollectTrace
-    | EvictMember
-    | ForgetRetained
+    | GetTrace
+    | Evicted
+    | Forget
     | ForwardedReply
 )

@@ -1,4 +1,4 @@
-"""The runtime directory with the sockets: created, checked, and locked by one daemon at a time."""
+"""Create, check and lock the runtime directory with the sockets, for one daemon at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from refitd.errors import ConfigError, RefusedError
 
 LOCK = "refitd.lock"
 
-_OWNER_S = 1.0  # for a process that has just locked a directory to say who it is
+_OWNER_S = 1.0  # time for a process that has just locked a directory to write its pid
 
 
 def make_runtime_dir(path: Path, *, opened: bool = False) -> None:
@@ -20,8 +20,8 @@ def make_runtime_dir(path: Path, *, opened: bool = False) -> None:
 
     Args:
         path: the directory.
-        opened: whether other users may enter it (node.allowed_uids), by its mode or by an access list, whose mask
-            shows as the group's mode. Nobody else may write there in any case.
+        opened: whether other users may enter it (node.allowed_uids), through its mode or an access list (whose mask is
+            the group's mode). Other users may never write there.
 
     Raises:
         ConfigError: it belongs to another user, is open to others, or cannot be created.
@@ -38,7 +38,7 @@ def make_runtime_dir(path: Path, *, opened: bool = False) -> None:
 def check_runtime_dir(path: Path, *, opened: bool = False) -> None:
     """Raise ConfigError if an existing runtime directory belongs to another user or is open to others.
 
-    The arguments are those of `make_runtime_dir`.
+    Takes the same arguments as `make_runtime_dir`.
     """
     try:
         stat = path.lstat()
@@ -55,10 +55,10 @@ def check_runtime_dir(path: Path, *, opened: bool = False) -> None:
 
 
 def _is_running(pid: str) -> bool:
-    """Whether the text is the id of a process of this machine."""
+    """Whether the text is the id of a running process of this machine."""
     try:
-        os.kill(int(pid), 0)  # signal 0: nothing is sent
-    except PermissionError:  # it runs, as another user
+        os.kill(int(pid), 0)  # signal 0 only checks whether the process exists
+    except PermissionError:  # it is running, as another user
         return True
     except (ValueError, OverflowError, OSError):
         return False
@@ -72,7 +72,7 @@ class DirectoryLock:
         """Lock the directory.
 
         Raises:
-            RefusedError: another process holds it; the error names it.
+            RefusedError: another process has locked it; the error names the process.
             ConfigError: files cannot be created there.
         """
         self._path = directory / LOCK
@@ -87,7 +87,7 @@ class DirectoryLock:
             except OSError as exc:
                 owner = os.pread(fd, 20, 0).decode(errors="replace").strip()
                 os.close(fd)
-                # a process that has just locked the file has yet to write its id over its predecessor's
+                # a process that has just locked the file may not have overwritten its predecessor's id yet
                 if not _is_running(owner) and time.monotonic() < deadline:
                     time.sleep(0.01)
                     continue
@@ -102,7 +102,7 @@ class DirectoryLock:
             os.close(fd)
         self._fd = fd
         os.ftruncate(fd, 0)
-        with contextlib.suppress(OSError):  # on a full disk the lock holds without the pid
+        with contextlib.suppress(OSError):  # on a full disk the lock works without the pid
             os.write(fd, f"{os.getpid()}\n".encode())
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""CURVE keys in files: a secret one per process, a public line to share, and lists of public lines.
+"""Make and read CURVE keys in files: a secret key per process, a public line to share, and lists of public lines.
 
     n0.key   TOML, mode 0600        name = "n0"
                                     public = "..."
@@ -19,7 +19,7 @@ import os
 import re
 import struct
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -96,14 +96,14 @@ def write(pair: KeyPair, directory: Path, *, replace: bool = False) -> tuple[Pat
     """Write NAME.key (0600) and NAME.pub (0644), both or neither; return both paths. The last folder may be missing.
 
     Raises:
-        ConfigError: one of them exists and may not be replaced, or cannot be written.
+        ConfigError: a file exists and may not be replaced, or cannot be written.
     """
     secret_path, public_path = (directory / f"{pair.name}{suffix}" for suffix in (".key", PUBLIC_SUFFIX))
     text = (
         f"# The secret key of {pair.name}, for nobody but its process. {public_path.name} is for the others.\n"
         f'name = "{pair.name}"\npublic = "{pair.public}"\nsecret = "{pair.secret}"\n'
     )
-    with contextlib.suppress(OSError):  # the first file says what is wrong
+    with contextlib.suppress(OSError):  # creating the first file reports the error
         directory.mkdir(exist_ok=True)
     _create(secret_path, text, 0o600, replace)
     try:
@@ -236,3 +236,64 @@ def _read(path: Path, forbidden: int, repair: str, advice: str) -> str:
         return content.decode("ascii")
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{path}: byte {exc.start} is not ASCII; {advice}") from exc
+
+
+DOMAIN = b"refitd"
+_ENDPOINT = "inproc://zeromq.zap.01"
+_VERSION = b"1.0"
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedPeer:
+    """A peer with a key that is not on the list."""
+
+    key: str
+    address: str
+
+
+def _described(frames: list[bytes]) -> RefusedPeer:
+    match frames:
+        case [_, _, _, address, _, _, key] if len(key) == 32:
+            # our sockets are IPv6, so IPv4 peers have mapped addresses
+            return RefusedPeer(z85.encode(key).decode(), address.decode("ascii", "replace").removeprefix("::ffff:"))
+    return RefusedPeer("", "")
+
+
+class ZapHandler:
+    """Answers ZeroMQ's admission requests; the loop that polls `socket` calls it."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: Collection[str]) -> None:
+        self.admit(allowed)
+        self.socket = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(_ENDPOINT)
+
+    def admit(self, allowed: Collection[str]) -> None:
+        """Admit these keys, and no others, from now on."""
+        self._allowed = {z85.decode(public): public for public in allowed}
+
+    def answer(self) -> list[RefusedPeer]:
+        """Answer all pending requests; return the refused peers."""
+        refused: list[RefusedPeer] = []
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return refused
+            request = frames[1] if len(frames) > 1 else b""
+            key = self._key(frames)
+            # the User-Id of the peer's messages: the key, because several keys may share a name
+            verdict = (b"400", b"key not allowed", b"") if key is None else (b"200", b"OK", key.encode())
+            self.socket.send_multipart([_VERSION, request, *verdict, b""])
+            if key is None:
+                refused.append(_described(frames))
+
+    def _key(self, frames: list[bytes]) -> str | None:
+        match frames:
+            case [version, _, domain, _, _, b"CURVE", key] if version == _VERSION and domain == DOMAIN:
+                return self._allowed.get(key)
+        return None
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()

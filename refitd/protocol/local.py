@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Literal
 
 import msgspec
 
 from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text, Value, clipped
-from refitd.protocol.cable_reports import CablesMeasured
-from refitd.protocol.control import Control, Controlled, ControllerRegistered, RegisterController
 from refitd.protocol.reports import (
     DrainReport,
     EvictReport,
     ForgetReport,
+    GetTrace,
     HistoryReport,
     ModelDescription,
     PlanReport,
     ReloadReport,
-    ResumeReport,
     StatusReport,
     SwapProgress,
     SwapReport,
     SwapReports,
+    TraceReport,
     VerifyReport,
 )
-from refitd.protocol.shards import Place, Shard, SharedTensor
-from refitd.protocol.target_forms import Conversion, DerivedTensor, HeldTensor
-from refitd.protocol.traces import GetTrace, TraceReport
+from refitd.protocol.shards import Conversion, DerivedTensor, HeldTensor, Place, Shard, SharedTensor, VersionOf
+from refitd.states import TransferMode
 
 # --- client to daemon -------------------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True):
-    """First message. `token` came over the descriptor socket, whose peer the kernel has identified."""
+    """First message. `token` is from the descriptor socket, where the kernel identifies the peer."""
 
     protocol: Small
     token: bytes
@@ -40,7 +38,7 @@ class Hello(Message, frozen=True):
 
 
 class CreateArena(Message, frozen=True):
-    """Request an arena for the client's live tensors, in main memory or on the named GPU. Reply: ArenaCreated."""
+    """Request an arena for the client's live tensors, in main memory or on the named GPU. Reply: ArenaDescriptor."""
 
     nbytes: Count
     label: Label = ""
@@ -49,13 +47,16 @@ class CreateArena(Message, frozen=True):
 
 
 class FreeArena(Message, frozen=True):
-    """Free an arena made by CreateArena that no registration uses. Reply: Done."""
+    """Free an arena made by CreateArena that no registration uses. Reply: Done.
+
+    The daemon sends this to its workers, which unmap the arena, after it has dropped the jobs that used it.
+    """
 
     arena: Count
 
 
 class GivenSlot(Value, frozen=True):
-    """An arena that the client gave back after a restart of its daemon, and the version that it holds whole."""
+    """An arena that the client handed over after its daemon's restart, and the full version in it, if any."""
 
     arena: Count
     version: Count | None = None
@@ -64,8 +65,8 @@ class GivenSlot(Value, frozen=True):
 class RegisterSource(Message, frozen=True):
     """Offer a shard of `model`. `live` gives its tensors' places in arenas; without it, `slots` slots are made.
 
-    A source that registers again after a restart of its daemon names its `run` and the `newest` version that it has
-    published; `given` are its slots then, unless new ones are to be made.
+    If a source registers again after its daemon's restart, it names its `run` and the `newest` version that it has
+    published. `given` are then its slots; if empty, new slots are made.
     """
 
     model: Name
@@ -79,16 +80,16 @@ class RegisterSource(Message, frozen=True):
     given: tuple[GivenSlot, ...] = ()
     run: Label = ""
     newest: Count | None = None
-    origin: Label = ""  # identifies the checkpoint whose part it publishes
+    origin: Label = ""  # identifies the checkpoint if it publishes a part of one
 
 
 class RegisterTarget(Message, frozen=True):
-    """Request a shard of `model`. With `live` places the worker writes them at commit, otherwise the client does.
+    """Request a shard of `model`. With `live` places a worker writes them at commit, otherwise the client does.
 
-    `held` lists the live tensors if they differ from the shard's; `conversions` say how they are made.
+    `held` lists the live tensors if they differ from the shard's; `conversions` make them.
 
-    A target that registers again after a restart of its daemon says which `version` of which `run` its live tensors
-    hold; the coordinator confirms that. `given` is its staging arena then, unless a new one is to be made.
+    If a target registers again after its daemon's restart, it names the `version` and `run` that its live tensors hold,
+    and the coordinator confirms it. `given` is then its staging arena; without it, a new one is made.
     """
 
     model: Name
@@ -100,109 +101,93 @@ class RegisterTarget(Message, frozen=True):
     version: Count | None = None  # the version it already serves
     run: Label = ""  # of that version
     given: Count | None = None
-    returns: bool = False  # what an earlier process of this rank has left is not for it
-    suspended: bool = False  # it has put its tensors away
+    returns: bool = False  # the same process registers again: do not restore the version of an earlier process
+    suspended: bool = False  # its engine is asleep, and its tensors are unmapped
     held: tuple[HeldTensor, ...] = ()
     conversions: tuple[Conversion, ...] = ()
     derived: tuple[DerivedTensor, ...] = ()
-    pauses: bool = False  # it gets AskPause before a version is decided
-    in_place: bool = False  # it stands still while staging writes its live tensors; no staging arena
-    lockstep: bool = False  # the replica's ranks poll equally often and flip in the same poll
+    in_place: bool = False  # staging writes its live tensors, while its controller pauses it; no staging arena
     device: Label = ""  # the GPU for its staging arena; "": main memory
     timeout_s: Seconds = 0.0  # as in CreateArena
-    observes: bool = False  # not an engine: only catch-ups bring it versions, and no other swap waits for it
-    flips: bool = False  # `live` is all of one arena: versions are staged into its twin, and commits exchange the two
-    controlled: bool = False  # it commits only when the replica's controller says so; no swap begins without one
-    reads_live: bool = False  # its process reads `live` for checks: there are bytes that no worker sees
-    shares: tuple[SharedTensor, ...] = ()  # tensors that are no part of `shard`: another model's versions write them
+    observes: bool = False  # not an engine: only catch-ups include it, and no other swap waits for it
+    flips: bool = False  # `live` fills one arena: versions are staged into its twin, and commits exchange the two
+    controlled: bool = False  # it commits only when the replica's controller calls for it; swaps need a controller
+    reads_live: bool = False  # its process reads `live` for checks, because workers cannot read some of the bytes
+    shares: tuple[SharedTensor, ...] = ()  # tensors outside `shard` that another model's versions write
 
 
 class Restored(Message, frozen=True):
-    """This rank has restored the version of TargetRegistered and compared it byte for byte. Reply: Done."""
+    """This rank has restored the version of Registered and compared it byte for byte. Reply: Done."""
 
     member: Name
 
 
 class Suspend(Message, frozen=True):
-    """This rank puts its tensors away: no swap reaches its replica until Wake. Reply: Done."""
+    """This rank unmaps its tensors, or (not `suspended`) has mapped them again (`is_lost`: without their bytes).
+
+    Swaps skip the replica of a suspended rank. The daemon forwards this to the coordinator. Reply: Done, or Failure if
+    a decided version is pending, which the rank must commit first.
+    """
 
     member: Name
-
-
-class Wake(Message, frozen=True):
-    """The tensors of a suspended rank are back at their addresses; `is_lost`: without their contents. Reply: Done."""
-
-    member: Name
+    suspended: bool = True
     is_lost: bool = False
 
 
 class Deregister(Message, frozen=True):
-    """End a registration."""
+    """End a registration. A client sends this to its daemon, which sends it to the coordinator with a `reason`.
+
+    `detached`: only the client of a source has left; the node still stores the published versions.
+    """
 
     member: Name
+    reason: Text = ""
+    detached: bool = False
 
 
 class BeginPublish(Message, frozen=True):
-    """Request a slot to write `version` into; waits up to `timeout_s` for one to become free."""
+    """Request a slot to write `version` into; waits up to `timeout_s` for one to become free.
+
+    If all of the rank's `slots` are used, the daemon sends this to the coordinator. MayDrop lists the versions that the
+    rank may overwrite, now and later.
+    """
 
     member: Name
     version: Count
-    timeout_s: Seconds
+    timeout_s: Seconds = 0.0
+    slots: Small = 0
 
 
 class Publish(Message, frozen=True):
-    """The snapshot in `slot` is complete. `reason` says why the tensors were copied instead of lent."""
+    """A version is complete: in `slot`, or in the live tensors, which then stay unchanged until MayDrop.
 
-    member: Name
-    version: Count
-    slot: Small
-    reason: Text = ""
-    is_anew: bool = False  # as in ShardPublished
-
-
-class MeasurePull(Message, frozen=True):
-    """Ask the daemon to time reading parts of this source's private tensors. Reply: PullMeasured.
-
-    `spans` are (address, rows, bytes from one row to the next).
-    """
-
-    member: Name
-    spans: tuple[tuple[Count, Count, Count], ...]
-
-
-class Lend(Message, frozen=True):
-    """The live tensors are `version` and stay unchanged until LeaseEnded.
-
-    `addresses` are where tensors outside arenas begin in this process. `reason` says why they are not copied.
+    A client sends this to its daemon, and the daemon to the coordinator. Reply: Done or Failure.
     """
 
     member: Name
     version: Count
-    addresses: tuple[Count, ...] = ()
-    reason: Text = ""
-    is_anew: bool = False  # as in ShardPublished
+    slot: Small | None = None  # None: the live tensors are lent
+    is_anew: bool = False  # the source provides other tensors than before
+    mode: TransferMode = TransferMode.NONE  # set by the daemon: how the version will be transferred
 
 
 class Withdraw(Message, frozen=True):
-    """End a lease or drop a published version; a swap that is reading it is aborted."""
+    """A source no longer offers a version: its lease ends, or its slot is free. A swap that reads it is aborted.
+
+    A client sends this to its daemon, and the daemon to the coordinator.
+    """
 
     member: Name
     version: Count
 
 
-class Paused(Message, frozen=True):
-    """This rank has paused after AskPause, until it has committed or gets Resume."""
-
-    swap: Name
-    member: Name
-
-
 class StepReached(Message, frozen=True):
-    """How far this rank has polled: the answer to PrepareCommit, repeated while it waits in a poll.
+    """The number of this rank's last poll: the answer to PrepareCommit, repeated while the rank waits in a poll.
 
-    `step` numbers its last poll; it goes no further before FlipAt or PassPoll. `origin` is what it counts from: "" its
-    registration, `lockstep.CALLERS_STEP`, or the last swap that all ranks of the replica committed in the same poll.
-    `stands`: "poll", it is held in that poll; "wait", it computes nothing. `thread` is the thread that polls it.
+    The rank does not pass poll `step` before FlipAt. Polls are counted from `origin`: "" is its registration; else
+    `lockstep.CALLERS_STEP`, or the last swap that all ranks of the replica committed in the same poll. `stands` is
+    "poll" if the rank is paused in that poll, "wait" if it is paused in a wait and computes no step. `thread` is the
+    thread that polls it. The daemon forwards this if it cannot choose the poll.
     """
 
     swap: Name
@@ -213,29 +198,26 @@ class StepReached(Message, frozen=True):
     thread: Count = 0
 
 
-class CommitQuiet(Message, frozen=True):
-    """This rank has paused at its commit point, until CommitApplied."""
-
-    swap: Name
-    member: Name
-
-
 class CommitDone(Message, frozen=True):
-    """The version is live in this rank's tensors; the rank paused for `paused_s`.
+    """The version is live in this rank's tensors; the rank paused for `paused_s`. The daemon forwards this.
 
-    `exchanged`: it has exchanged its live and its staging arena; otherwise the version was copied or written.
+    `exchanged`: the rank has exchanged its live and its staging arena; otherwise the version was copied or written. The
+    daemon adds `spare`, the version in the other arena of a flipping rank, and `seeds`, as in AddShard.
     """
 
     swap: Name
     member: Name
     paused_s: Seconds
     exchanged: bool = False
+    spare: Count | None = None
+    spare_run: Label = ""
+    seeds: bool = False
 
 
 class CommitFailed(Message, frozen=True):
-    """This rank could not commit the version.
+    """This rank failed to commit the version. The daemon forwards this.
 
-    `exchanged`: it had exchanged its live and its staging arena before it failed.
+    `exchanged`: the rank had exchanged its live and its staging arena before the failure.
     """
 
     swap: Name
@@ -244,38 +226,38 @@ class CommitFailed(Message, frozen=True):
     exchanged: bool = False
 
     def __post_init__(self) -> None:
-        # the reason quotes the engine's errors; a too long one would be refused, and the failure lost
+        # the reason quotes the engine's errors; if it were too long, the message would be refused and the failure lost
         msgspec.structs.force_setattr(self, "reason", clipped(self.reason))
 
 
-class LiveDigests(Message, frozen=True):
-    """The digests for DigestLive, or a reason; `again` if a version was committed meanwhile."""
+class LiveChecked(Message, frozen=True):
+    """The result of CheckLive: digests, or differences; or the `reason` of a failure.
+
+    `found` has, per block, the first and last differing element and their number. `again`: a version was committed
+    during the check, so the check must be repeated.
+    """
 
     member: Name
     check: Count
     digests: bytes = b""
+    found: tuple[tuple[Count, Count, Count], ...] = ()
     reason: Text = ""
     again: bool = False
 
 
-class LiveCompared(Message, frozen=True):
-    """The result of CompareLive: per block, the first and last element that differ, and how many differ."""
-
-    member: Name
-    check: Count
-    found: tuple[tuple[Count, Count, Count], ...] = ()
-    reason: Text = ""
+class Goodbye(Message, frozen=True):
+    """A client closes its session, and retains no memory for a successor; or a daemon ends, and frees its name."""
 
 
 class StartSwap(Message, frozen=True):
-    """Make a version live everywhere. Replies: SwapProgress repeatedly if asked for, then SwapReport or Failure."""
+    """Make a version live everywhere. Replies: SwapProgress repeatedly if `progress`, then SwapReport or Failure."""
 
     model: Name
     version: Count | None = None
     timeout_s: Seconds = 0.0  # 0: only the configured deadlines
     queue: bool = False  # if a swap of the model is running, wait for it instead of being refused
     rollback: bool = False  # the version may be older than the served one; None: the previous one
-    progress: bool = True  # whether progress is to be sent
+    progress: bool = True  # send SwapProgress
 
 
 class ModelVersion(Value, frozen=True):
@@ -286,7 +268,7 @@ class ModelVersion(Value, frozen=True):
 
 
 class StartSwaps(Message, frozen=True):
-    """Make versions of several models live by one decision. Replies as to StartSwap, with SwapReports at the end."""
+    """Make versions of several models live by one decision. Replies as for StartSwap, but SwapReports at the end."""
 
     swaps: tuple[ModelVersion, ...]
     timeout_s: Seconds = 0.0  # as in StartSwap
@@ -303,7 +285,7 @@ class AbortSwap(Message, frozen=True):
 class Evict(Message, frozen=True):
     """Remove a replica, or one of its ranks, from a model, e.g. an engine that hangs. Reply: EvictReport.
 
-    It must stop serving when it hears of this, and must register again to take part.
+    Its engines must stop serving when they learn this, and must register again before swaps include them.
     """
 
     model: Name
@@ -313,7 +295,10 @@ class Evict(Message, frozen=True):
 
 
 class Forget(Message, frozen=True):
-    """Free what dead processes left of a model: ended trainers' versions, dead engines' arenas. Reply: ForgetReport."""
+    """Free a model's memory of dead processes: ended trainers' versions, dead engines' arenas. Reply: ForgetReport.
+
+    The coordinator also sends this to daemons: they free the arenas of dead engines, without a reply.
+    """
 
     model: Name
 
@@ -322,33 +307,14 @@ class Reload(Message, frozen=True):
     """Read the list of admitted keys again. Reply: ReloadReport."""
 
 
-class CablePair(Value, frozen=True):
-    """Nodes of which one sends to the other."""
+class DrainNode(Message, frozen=True):
+    """Exclude this node from all swaps that have not begun, or (not `drained`) include it again.
 
-    source: Name
-    target: Name
-
-
-class MeasureCables(Message, frozen=True):
-    """Measure how fast these nodes send to each other, all at once, for so long. Reply: CablesMeasured.
-
-    Each node is in one pair.
+    Reply: DrainReport.
     """
 
-    pairs: Annotated[tuple[CablePair, ...], msgspec.Meta(min_length=1, max_length=1024)]
-    seconds: Annotated[float, msgspec.Meta(ge=0.1, le=10.0)] = 2.0
-
-
-class DrainNode(Message, frozen=True):
-    """Leave this node out of all swaps that have not begun, until ResumeNode. Reply: DrainReport."""
-
     node: Name
-
-
-class ResumeNode(Message, frozen=True):
-    """Let a drained node take part in swaps again. Reply: ResumeReport."""
-
-    node: Name
+    drained: bool = True
 
 
 class Verify(Message, frozen=True):
@@ -387,6 +353,50 @@ class GetUnrounded(Message, frozen=True):
     member: Name
 
 
+class RegisterController(Message, frozen=True):
+    """Control a replica of `model`. `pauses`: the controller has a pause hook. Reply: Registered.
+
+    The daemon adds `member` (its id) and `pid`, and sends this to the coordinator. Reply: Done, or Failure, which
+    undoes the registration. If a controller registers again, `busy` is the swap for which the engine is paused, and
+    `refuses` says that it was resumed without a version: it is resumed again once its ranks serve one.
+    """
+
+    model: Name
+    replica: Name
+    pauses: bool = False
+    member: Label = ""
+    pid: Count = 0
+    busy: Label = ""
+    refuses: bool = False
+
+
+class Control(Message, frozen=True):
+    """Coordinator to daemon to client: pause the engine, let all its ranks commit, or resume it.
+
+    `version` is the version that will be live ("pause", "commit"), or that the replica serves ("resume"; None: it must
+    not serve).
+    """
+
+    member: Name
+    swap: Name
+    what: Literal["pause", "commit", "resume"]
+    version: Count | None = None
+
+
+class Controlled(Message, frozen=True):
+    """Client to daemon to coordinator: a "pause" or "commit" has returned, or failed if there is a `reason`."""
+
+    member: Name
+    swap: Name
+    what: Literal["pause", "commit"]
+    paused_s: Seconds = 0.0
+    reason: Text = ""
+
+    def __post_init__(self) -> None:
+        # the reason quotes the engine's errors; if it were too long, the message would be refused and the failure lost
+        msgspec.structs.force_setattr(self, "reason", clipped(self.reason))
+
+
 # --- daemon to client -------------------------------------------------------------------------------------
 
 
@@ -402,7 +412,7 @@ class Welcome(Message, frozen=True):
 class Unrounded(Message, frozen=True):
     """The canonical tensors that this rank rounds and that some target needs unrounded.
 
-    `is_read`: a running swap may read what the rank has published.
+    `is_read`: a running swap may read the rank's published version.
     """
 
     names: tuple[Name, ...] = ()
@@ -410,7 +420,10 @@ class Unrounded(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """The request was carried out."""
+    """The request succeeded. As the reply to a source's AddShard: it may publish `next_version` and above in `run`."""
+
+    run: Label = ""
+    next_version: Count | None = None
 
 
 class Failure(Message, frozen=True):
@@ -420,46 +433,52 @@ class Failure(Message, frozen=True):
     message: Text
 
     def __post_init__(self) -> None:
-        # errors quote their subject; a too long text would be refused, and the failure lost
+        # errors quote their subject; if the text were too long, the message would be refused and the failure lost
         msgspec.structs.force_setattr(self, "message", clipped(self.message))
 
 
-class ArenaCreated(Message, frozen=True):
-    """The arena exists and is prefaulted; its descriptor is fetched over the descriptor socket."""
+class ArenaDescriptor(Message, frozen=True):
+    """The arena that was made, handed over or fetched. The reply to FetchArena comes with its descriptor."""
 
     arena: Count
     nbytes: Count
+    device: Label = ""  # its GPU; "": main memory
 
 
-class SourceRegistered(Message, frozen=True):
-    """`slots` are the source's arenas, laid out as in refitd.buffers.layout."""
+class Registered(Message, frozen=True):
+    """The registration of a source, a target or a replica controller is accepted.
 
-    member: Name
-    slots: tuple[Count, ...]
-    nbytes: Count
-    next_version: Count = 1  # lower numbers were live, or published earlier in this run
-    run: Label = ""
-
-
-class TargetRegistered(Message, frozen=True):
-    """`staging` is the staging arena, laid out as in refitd.buffers.layout.
-
-    With `restores` it already holds `version`, left by an earlier process: the client copies it and sends Restored.
-    `content` says at which offset each tensor was left, if not where it is registered; `not_restored`, why it is not
-    given back what an earlier process has left.
-    `permit_slot` and `permit_token` locate this rank's permit in the page of permits (refitd.buffers.permits).
+    `slots` are a source's arenas, `staging` is a target's staging arena; refitd.buffers.layout has their layout. With
+    `restores` the staging arena already holds `version`, from an earlier process: the client copies it and sends
+    Restored. `content` gives the offset of each tensor in it, if it differs from the registered one. `not_restored`
+    says why the version of an earlier process is not restored. `permit_slot` and `permit_token` locate a target's
+    permit in the page of permits (refitd.buffers.permits).
     """
 
     member: Name
-    staging: Count
-    nbytes: Count
+    slots: tuple[Count, ...] = ()
+    staging: Count = 0
+    nbytes: Count = 0
+    next_version: Count = 1  # source: lower numbers were live, or published earlier in this run
+    run: Label = ""  # the source's run, or the run of `version`
     version: Count | None = None
     permit_slot: Count = 0
     permit_token: Count = 0
     restores: bool = False
-    run: Label = ""  # of `version`
     content: tuple[Count, ...] = ()
     not_restored: Text = ""
+
+
+class CheckLive(Message, frozen=True):
+    """Digest this rank's live tensors, `steps[i]` elements of tensor i at a time. Reply: LiveChecked.
+
+    With `blocks` (tensor, first element, elements), compare these with the staging arena instead.
+    """
+
+    member: Name
+    check: Count
+    steps: tuple[Count, ...] = ()
+    blocks: tuple[tuple[Small, Count, Count], ...] = ()
 
 
 class SlotGranted(Message, frozen=True):
@@ -468,32 +487,19 @@ class SlotGranted(Message, frozen=True):
     slot: Small
 
 
-class PullMeasured(Message, frozen=True):
-    """How long reading the spans took, or the reason why they cannot be read."""
-
-    seconds: Seconds
-    reason: Text = ""
-
-
-class AskPause(Message, frozen=True):
-    """Pause and answer Paused, or CommitFailed with the reason. PrepareCommit or Resume follows."""
-
-    swap: Name
-    member: Name
-    version: Count
-
-
-class Resume(Message, frozen=True):
-    """Go on with the present version: the swap was aborted. `is_poisoned`: serve nothing, two versions are mixed."""
+class Poisoned(Message, frozen=True):
+    """Stop serving: the swap was aborted while it wrote the live tensors, which are now parts of two versions."""
 
     swap: Name
     member: Name
     reason: Text = ""
-    is_poisoned: bool = False
 
 
 class Fence(Message, frozen=True):
-    """Stop serving: this rank's version is not, or may not be, the live one. An empty reason: serve again."""
+    """This member does not hold the live version: it must not serve until it has caught up.
+
+    The coordinator sends this to the daemon, and the daemon to the client. An empty `reason`: serve again.
+    """
 
     member: Name
     reason: Text = ""
@@ -502,70 +508,41 @@ class Fence(Message, frozen=True):
 class PrepareCommit(Message, frozen=True):
     """A verified version is staged and decided: commit it at the next commit point.
 
-    `by_worker`: report CommitQuiet and wait for CommitApplied; otherwise copy and report CommitDone. `in_place`: the
-    live tensors already hold it. `flips`: exchange the live and the staging arena. `lockstep`: answer StepReached, and
-    commit in the poll that FlipAt names. `controlled`: answer StepReached, and commit in any later poll; the replica's
-    controller calls for it.
+    `in_place`: the live tensors already hold the version. `flips`: exchange the live and the staging arena; otherwise
+    copy from the staging arena. `lockstep`: answer StepReached, and commit in the poll that FlipAt names. `controlled`:
+    answer StepReached, and commit in any later poll, once the replica's controller calls for it. `beside`: the live
+    versions of the models whose targets own this member's shared tensors.
     """
 
     swap: Name
     member: Name
     version: Count
-    by_worker: bool
     in_place: bool = False
     lockstep: bool = False
     controlled: bool = False
     flips: bool = False
     run: Label = ""  # of the version
+    beside: tuple[VersionOf, ...] = ()
 
 
 class FlipAt(Message, frozen=True):
-    """Commit the decided version in poll number `step`.
+    """Commit the decided version in poll number `step`; without a step, leave the current poll with the old version.
 
-    With an `origin`, all ranks of the replica commit in that poll and count from there.
+    With an `origin`, all ranks of the replica commit in poll `step` and count polls from it. A rank that leaves a poll
+    with the old version sends StepReached in its next poll.
     """
 
     swap: Name
     member: Name
-    step: Count
+    step: Count | None = None
     origin: Label = ""
 
 
-class PassPoll(Message, frozen=True):
-    """Leave the poll in which the rank stands, with its present version; send StepReached in the next one."""
-
-    swap: Name
-    member: Name
-
-
-class CommitApplied(Message, frozen=True):
-    """The worker has written the live tensors (or failed to, with a reason)."""
-
-    swap: Name
-    member: Name
-    reason: Text = ""
-
-
-class DigestLive(Message, frozen=True):
-    """Digest this rank's live tensors, `steps[i]` elements of tensor i at a time. Reply: LiveDigests."""
-
-    member: Name
-    check: Count
-    steps: tuple[Count, ...]
-
-
-class CompareLive(Message, frozen=True):
-    """Compare live blocks (tensor, first element, elements) with the staging arena. Reply: LiveCompared."""
-
-    member: Name
-    check: Count
-    blocks: tuple[tuple[Small, Count, Count], ...]
-
-
 class Evicted(Message, frozen=True):
-    """This target was evicted: serve nothing, and register again.
+    """This member was evicted, or it is a detached source that was replaced: its memory is freed.
 
-    `exchanged` is the last swap for which the daemon knows that its arenas were exchanged.
+    The coordinator sends this to the daemon. The daemon sends it to the client of a target, which stops serving and
+    registers again. `exchanged` is the last swap for which the daemon knows that the target's arenas were exchanged.
     """
 
     member: Name
@@ -573,11 +550,15 @@ class Evicted(Message, frozen=True):
     exchanged: Text = ""
 
 
-class LeaseEnded(Message, frozen=True):
-    """Lent tensors may be mutated again."""
+class MayDrop(Message, frozen=True):
+    """The versions that a source rank may overwrite: a newer one is complete, or they can never be complete.
+
+    The coordinator sends this to the daemon. If there are no versions, `reason` names the ranks that must publish
+    first. The daemon sends this to a client that has lent these versions: the tensors may be mutated again.
+    """
 
     member: Name
-    version: Count
+    versions: tuple[Count, ...]
     reason: Text = ""
 
 
@@ -589,9 +570,7 @@ ForwardedRequest = (
     | Evict
     | Forget
     | Reload
-    | MeasureCables
     | DrainNode
-    | ResumeNode
     | Verify
     | GetStatus
     | GetPlan
@@ -605,9 +584,7 @@ ForwardedReply = (
     EvictReport
     | ForgetReport
     | ReloadReport
-    | CablesMeasured
     | DrainReport
-    | ResumeReport
     | SwapProgress
     | SwapReport
     | SwapReports
@@ -629,48 +606,36 @@ ClientRequest = (
     | RegisterController
     | Restored
     | Suspend
-    | Wake
     | Deregister
     | BeginPublish
     | Publish
-    | MeasurePull
-    | Lend
     | Withdraw
-    | Paused
     | StepReached
-    | CommitQuiet
     | CommitDone
     | CommitFailed
     | Controlled
-    | LiveDigests
-    | LiveCompared
+    | LiveChecked
     | ForwardedRequest
 )
 
-# A member's messages about its commits. On the descriptor socket, since the daemon reads its end only after them.
-Told = Paused | CommitQuiet | CommitDone | CommitFailed
+# A member's messages about its commits. They use the descriptor socket: the daemon reads them before it sees the
+# connection's end.
+Told = CommitDone | CommitFailed
 
 ClientReply = (
     Welcome
     | Done
     | Failure
-    | ArenaCreated
-    | SourceRegistered
-    | TargetRegistered
-    | ControllerRegistered
+    | ArenaDescriptor
+    | Registered
     | SlotGranted
-    | PullMeasured
-    | AskPause
-    | Resume
+    | Poisoned
     | Fence
     | PrepareCommit
     | FlipAt
-    | PassPoll
-    | CommitApplied
     | Control
-    | DigestLive
-    | CompareLive
-    | LeaseEnded
+    | CheckLive
+    | MayDrop
     | Evicted
     | ForwardedReply
 )

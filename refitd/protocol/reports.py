@@ -1,13 +1,14 @@
-"""Reports for operators: swaps, status, plans, verification."""
+"""Report swaps, status, plans, verification and traces to operators."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
 
 from refitd.errors import RefitFailed
-from refitd.protocol.base import Count, Events, Label, Message, Seconds, Small, Text, Value
+from refitd.protocol.base import Count, Events, Label, Message, Name, Seconds, Small, Text, Value
 from refitd.protocol.shards import Shape, Shard
 from refitd.states import (
     CommitMode,
@@ -20,7 +21,7 @@ from refitd.states import (
     TransferMode,
 )
 
-_MODE = {"mode": "way", "mode_reason": "why"}  # their names in protocol 3, on the wire and in JSON
+_MODE = {"mode": "way"}  # its name in JSON: `refitctl --json` and journals have it
 
 
 class MemberReport(Value, frozen=True):
@@ -32,7 +33,7 @@ class MemberReport(Value, frozen=True):
     host: Label
     pid: Count
     state: MemberState
-    version: Count | None = None  # what this rank serves now
+    version: Count | None = None  # the version that this rank serves now
     paused_s: Seconds = 0.0
     reason: Text = ""
 
@@ -44,14 +45,13 @@ class SourceReport(Value, frozen=True, rename=_MODE):
     node: Label
     host: Label
     mode: TransferMode
-    mode_reason: Text = ""  # the measurement that chose between pulling and copying, if any
     replica: Label = ""
 
 
 class Crossing(Value, frozen=True):
-    """What came from other nodes: `bytes` that ranks needed, for which `crossed_bytes` were sent.
+    """Traffic from other nodes: ranks needed `bytes`, for which `crossed_bytes` were sent.
 
-    Of `bytes`, `delta_bytes` came as changes to the version before; of these, `changed_bytes` had changed.
+    Of `bytes`, `delta_bytes` were sent as deltas to the previous version; of these, `changed_bytes` had changed.
     """
 
     bytes: Count = 0
@@ -69,14 +69,14 @@ class Crossing(Value, frozen=True):
 
     @property
     def changed(self) -> float | None:
-        """The share that had changed of what was compared; None if nothing was."""
+        """The changed fraction of the bytes that were sent as deltas; None without deltas."""
         return self.changed_bytes / self.delta_bytes if self.delta_bytes else None
 
 
 class RefusedRegistration(Value, frozen=True):
-    """A process whose registration was refused, so that no swap reaches it, as its daemon knows it.
+    """A process whose daemon refused its registration, so no swap reaches it.
 
-    It is listed until it registers, or has closed its connection and has not tried for 60 s.
+    It is listed until it registers, or until it has disconnected and not retried for 60 s.
     """
 
     model: Label
@@ -84,7 +84,7 @@ class RefusedRegistration(Value, frozen=True):
     rank: Count
     node: Label
     pid: Count
-    name: Label = ""  # of its client
+    name: Label = ""  # its client's name
     reason: Text = ""  # of the last refusal
     since_s: Seconds = 0.0  # since the first refusal
     last_s: Seconds = 0.0  # since the last one
@@ -106,38 +106,38 @@ class SwapReport(Message, frozen=True):
     model: Label
     version: Count | None
     outcome: SwapOutcome
-    phase: Label = ""  # in which it failed: "plan", "pause", "stage", "decide", "commit"
+    phase: Label = ""  # the phase that failed: "plan", "pause", "stage", "decide", "commit"
     reason: Text = ""
     bytes: Count = 0
     copies: Count = 0
     digests: Count = 0  # compared receive digests
     plan_s: Seconds = 0.0
     stage_s: Seconds = 0.0
-    pause_s: Seconds = 0.0  # time engines took to stand still
+    pause_s: Seconds = 0.0  # time until the engines were paused
     commit_s: Seconds = 0.0
     total_s: Seconds = 0.0
     members: tuple[MemberReport, ...] = ()
     sources: tuple[SourceReport, ...] = ()
     kind: Label = "asked"  # "auto", "catch-up", "rollback"
     converted_bytes: Count = 0  # read again by workers for conversions
-    run: Label = ""  # of the trainer; number and run are a version's identity
+    run: Label = ""  # the trainer's incarnation; number and run identify a version
     events: Events = ()  # events of the swap, with seconds since it began
-    suspended: tuple[Label, ...] = ()  # replicas that it left out because their engines are asleep
-    kept_tensors: Count = 0  # of all targets that took part: they keep their own values, nothing of them was sent
+    suspended: tuple[Label, ...] = ()  # replicas that it skipped because their engines are asleep
+    kept_tensors: Count = 0  # tensors, over all targets of the swap, that keep their own values and were not sent
     kept_bytes: Count = 0
     cause: SwapCause = SwapCause.NONE  # the kind of `reason`
     crossing: Crossing = Crossing()
-    drained: tuple[Label, ...] = ()  # replicas that it left out because of drained nodes
+    drained: tuple[Label, ...] = ()  # replicas that it skipped because of drained nodes
     refused: tuple[RefusedRegistration, ...] = ()  # processes of the model that it did not reach
 
     @property
     def seeds(self) -> tuple[str, ...]:
-        """The replicas that gave what they serve to those of a catch-up; () if source ranks did."""
+        """The replicas that sent their version in a catch-up; () if source ranks sent it."""
         return tuple(sorted({source.replica for source in self.sources if source.replica}))
 
 
 class SwapReports(Message, frozen=True):
-    """How the swaps of several models ended that were decided together, in the order in which they were asked for."""
+    """Reports of the swaps of several models that were decided together, in the order of the request."""
 
     reports: tuple[SwapReport, ...]
 
@@ -145,7 +145,7 @@ class SwapReports(Message, frozen=True):
 class SwapFailed(RefitFailed):
     """A swap ended, or its caller's timeout passed, without every replica serving the version.
 
-    `report` is that of the swap; `together` has the reports of all swaps that were decided with it.
+    `report` is the swap's report; `together` has the reports of all swaps that were decided with it.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class SwapFailed(RefitFailed):
 
 
 class EvictReport(Message, frozen=True):
-    """The removed ranks, by their names for people."""
+    """The removed ranks, by their displayed names."""
 
     model: Label
     replica: Label
@@ -165,7 +165,7 @@ class EvictReport(Message, frozen=True):
 
 
 class ForgetReport(Message, frozen=True):
-    """The removed detached sources, by their names for people, and the nodes that free what they keep of engines."""
+    """The removed detached sources, by their displayed names, and the nodes that free arenas of dead engines."""
 
     model: Label
     sources: tuple[Text, ...]
@@ -173,13 +173,13 @@ class ForgetReport(Message, frozen=True):
 
 
 class ReloadReport(Message, frozen=True):
-    """The names of the keys that are admitted now, the nodes that were removed, and what says how fast cables are."""
+    """The names of the admitted keys, the removed nodes, and the source of cable speeds."""
 
     uses_keys: bool  # False: no keys are read
     admitted: tuple[Label, ...] = ()
-    removed: tuple[Label, ...] = ()  # nodes whose key was taken off the list, or may not be theirs any more
-    cables: Text = ""  # the name of the cluster file's cluster; "": there is no file, and all cables are alike
-    absent: tuple[Text, ...] = ()  # nodes of that file that are not here
+    removed: tuple[Label, ...] = ()  # nodes whose key was removed from the list, or no longer allows their name
+    cables: Text = ""  # the cluster's name in the cluster file; "": without a file all cables count as equally fast
+    absent: tuple[Text, ...] = ()  # nodes of that file that are not connected
 
 
 class SwapProgress(Message, frozen=True):
@@ -203,7 +203,7 @@ class ReplicaName(Value, frozen=True):
 
 
 class DrainedSource(Value, frozen=True):
-    """A source rank on a drained node: no swap can leave it out."""
+    """A source rank on a drained node; swaps cannot skip it."""
 
     model: Label
     rank: Small
@@ -212,26 +212,18 @@ class DrainedSource(Value, frozen=True):
 
 
 class DrainReport(Message, frozen=True):
-    """What a drained node means for its models; `changed` is False if it was drained before."""
+    """The effects of draining or resuming a node; `changed` is False if it was drained, or included, before."""
 
     node: Label
     changed: bool
-    replicas: tuple[ReplicaName, ...] = ()  # left out of new swaps
-    stranded: tuple[Label, ...] = ()  # models of which every replica is left out
-    sources: tuple[DrainedSource, ...] = ()  # no swap that reads them begins
-    running: tuple[SwapProgress, ...] = ()  # swaps in which the node still takes part
-
-
-class ResumeReport(Message, frozen=True):
-    """The replicas that take part in swaps again; `changed` is False if the node was not drained."""
-
-    node: Label
-    changed: bool
-    replicas: tuple[ReplicaName, ...] = ()
+    replicas: tuple[ReplicaName, ...] = ()  # replicas that new swaps skip; after `resume`, that they include again
+    stranded: tuple[Label, ...] = ()  # models without any other replica
+    sources: tuple[DrainedSource, ...] = ()  # swaps that read them do not begin
+    running: tuple[SwapProgress, ...] = ()  # running swaps that include the node
 
 
 class HistoryEntry(Value, frozen=True):
-    """One swap in the journal; `report` says how it ended, or what was decided if it has not ended."""
+    """One swap in the journal; `report` describes its result, or the decision if it has not ended."""
 
     swap: Label
     model: Label
@@ -250,23 +242,23 @@ class HistoryReport(Message, frozen=True):
 
 
 class Difference(Value, frozen=True):
-    """A part of one live tensor that does not match the version's digest.
+    """A section of one live tensor that does not match the version's digest.
 
-    Elements are counted in row-major order of the local tensor. If the staging arena still held the version,
-    `first` and `last` are the first and last element that differ, and `differing` counts them; otherwise they are the
-    ends of the block that differs, and `differing` is 0.
+    Elements are counted in row-major order of the local tensor. If the staging arena still has the version, `first` and
+    `last` are the first and last element that differ, and `differing` is their number. Otherwise `first` and `last` are
+    the ends of the block that differs, and `differing` is 0.
     """
 
     parameter: Label
     shape: Shape
     first: Count
     last: Count
-    slice: Label  # the box that holds them, written as an index: "[3, 0:64]"
+    slice: Label  # the box around these elements, written as an index: "[3, 0:64]"
     differing: Count = 0
 
 
 class MemberProof(Value, frozen=True):
-    """The result of checking one target rank; `reason` says why it is unknown."""
+    """The result of checking one target rank; `reason` explains an unknown result."""
 
     replica: Label
     rank: Small
@@ -274,22 +266,25 @@ class MemberProof(Value, frozen=True):
     host: Label
     pid: Count
     state: ProofState
-    version: Count | None = None  # what it serves
+    version: Count | None = None  # the version that it serves
     reason: Text = ""
-    bytes: Count = 0  # compared
-    digest: Label = ""  # of the version, as this rank should hold it
-    blocks: Count = 0  # that differ; `differences` lists the first
+    bytes: Count = 0  # number of compared bytes
+    digest: Label = ""  # the expected digest of the version on this rank
+    blocks: Count = 0  # number of blocks that differ; `differences` lists the first ones
     differences: tuple[Difference, ...] = ()
-    run: Label = ""  # of the version
+    run: Label = ""  # the version's run
 
 
 class VerifyReport(Message, frozen=True):
-    """Whether live weights are what was verified: PROVEN if all that serve are, and one does, DIFFERS if any is not."""
+    """Whether live weights match the verified version.
+
+    PROVEN: at least one rank serves, and all serving ranks match. DIFFERS: some rank does not match.
+    """
 
     model: Label
     outcome: ProofState
     members: tuple[MemberProof, ...]
-    mixed: tuple[Text, ...] = ()  # ranks that should hold the same bytes of a version but were given different ones
+    mixed: tuple[Text, ...] = ()  # ranks that should have equal bytes of a version but received different ones
     seconds: Seconds = 0.0
 
 
@@ -300,18 +295,17 @@ class SourceStatus(Value, frozen=True, rename=_MODE):
     node: Label
     host: Label
     pid: Count
-    attached: bool  # False: the trainer is gone, its published versions are still held
+    attached: bool  # False: the trainer has left, and its node still stores its published versions
     tensors: Count
     bytes: Count
     versions: tuple[Count, ...]
     mode: TransferMode = TransferMode.NONE  # transfer mode of its latest version
-    mode_reason: Text = ""  # the measurement that chose between pulling and copying, if any
-    run: Label = ""  # of the trainer that published its versions
-    is_partial: bool = False  # the sources offer a part of what targets hold
+    run: Label = ""  # the incarnation of the trainer that published its versions
+    is_partial: bool = False  # the sources offer only some of the targets' tensors
 
 
 class TargetStatus(Value, frozen=True):
-    """One target rank."""
+    """One target rank. `coordinator/reports.py` fills it, `cli/view.py` prints it."""
 
     replica: Label
     rank: Small
@@ -323,21 +317,21 @@ class TargetStatus(Value, frozen=True):
     bytes: Count
     state: ServingState
     version: Count | None = None
-    staged: Count | None = None  # a decided version that it has not taken over yet
-    held_bytes: Count = 0  # of its live tensors; `bytes` counts what arrives
+    staged: Count | None = None  # a decided version that it has not committed yet
+    held_bytes: Count = 0  # size of its live tensors; `bytes` counts received bytes
     staging_bytes: Count = 0
-    run: Label = ""  # of the version
+    run: Label = ""  # the version's run
     step: Label = ""  # its daemon's text for the state of its swap and live tensors
     mode: CommitMode = CommitMode.COPY
-    events: Events = ()  # the events that led there
-    kept_tensors: Count = 0  # that no swap writes: it keeps its own values
+    events: Events = ()  # the events that led to this state
+    kept_tensors: Count = 0  # tensors that keep their own values: no swap writes them
     kept_bytes: Count = 0
-    kept: tuple[Label, ...] = ()  # names of the first of them
-    is_drained: bool = False  # new swaps leave its replica out because of a drained node
+    kept: tuple[Label, ...] = ()  # names of the first kept tensors
+    is_drained: bool = False  # new swaps skip its replica because of a drained node
 
 
 class ControllerStatus(Value, frozen=True):
-    """The process that pauses, commits and resumes a replica; `step`: how far it is with `swap` ("": none)."""
+    """The process that pauses, commits and resumes a replica; `step` is its progress in `swap` ("": no swap)."""
 
     replica: Label
     node: Label
@@ -361,8 +355,8 @@ class ModelStatus(Value, frozen=True):
     live: Count | None = None  # the version that was decided last
     queued: Count = 0  # swaps that wait for the running one
     verify: bool = True  # False: neither staged bytes nor live weights are compared
-    live_run: Label = ""  # of the live version
-    next_version: Count = 1  # the lowest that a new trainer may publish
+    live_run: Label = ""  # the live version's run
+    next_version: Count = 1  # the lowest version that a new trainer may publish
     swap_events: Events = ()  # of `swap`, as in SwapReport
     controllers: tuple[ControllerStatus, ...] = ()
 
@@ -385,7 +379,7 @@ class NodeStatus(Value, frozen=True):
     clients: Count
     arenas: Count
     arena_bytes: Count
-    address: Label = ""  # at which other nodes reach its workers
+    address: Label = ""  # other nodes connect to its workers here
     services: tuple[Label, ...] = ()  # copy services that can run there
     gpus: tuple[GpuStatus, ...] = ()  # GPUs with arenas; `arenas` and `arena_bytes` count these too
     problems: tuple[Text, ...] = ()  # current problems
@@ -393,7 +387,7 @@ class NodeStatus(Value, frozen=True):
 
 
 class LinkStatus(Value, frozen=True):
-    """What one node sends another for one model."""
+    """The traffic from one node to another for one model."""
 
     model: Label
     source: Label  # node
@@ -414,12 +408,12 @@ class StatusReport(Message, frozen=True):
     models: tuple[ModelStatus, ...]
     links: tuple[LinkStatus, ...] = ()
     drained: tuple[Label, ...] = ()  # drained nodes, connected or not
-    protocol: Small = 0  # that the coordinator speaks, as in NodeHello
-    protocols: dict[Label, Small] = msgspec.field(default_factory=dict)  # that each daemon speaks
+    protocol: Small = 0  # the coordinator's protocol version, as in NodeHello
+    protocols: dict[Label, Small] = msgspec.field(default_factory=dict)  # each daemon's protocol version
 
 
 class PairTraffic(Value, frozen=True):
-    """What one rank sends to another in a swap."""
+    """The traffic from one rank to another in a swap."""
 
     source: Label
     target: Label
@@ -428,7 +422,7 @@ class PairTraffic(Value, frozen=True):
 
 
 class ParameterTraffic(Value, frozen=True):
-    """What moves of one parameter, over all targets."""
+    """The traffic of one parameter, over all targets."""
 
     name: Label
     bytes: Count
@@ -436,16 +430,16 @@ class ParameterTraffic(Value, frozen=True):
 
 
 class KeptTraffic(Value, frozen=True):
-    """A tensor that targets keep, by the name that they have for it, over all targets."""
+    """A tensor that keeps its own values, by the targets' name for it, over all targets."""
 
     name: Label
     bytes: Count
 
 
 class LinkTraffic(Value, frozen=True):
-    """What crosses from one node to another: `bytes`, where ranks there need `needed_bytes` of this one's sources.
+    """The traffic from one node to another: `bytes` are sent, while ranks there need `needed_bytes` of its sources.
 
-    What several ranks of a node need crosses once, and relays send what others have given them.
+    The two differ because bytes that several ranks of a node need are sent once, and because relays forward bytes.
     """
 
     source: Label
@@ -455,7 +449,7 @@ class LinkTraffic(Value, frozen=True):
 
 
 class RelayPath(Value, frozen=True):
-    """What `source` sends to the first of `nodes`, and each of them to the next."""
+    """The nodes that forward the same bytes: `source` sends them to the first of `nodes`, each node to the next."""
 
     source: Label
     nodes: tuple[Label, ...]
@@ -463,7 +457,7 @@ class RelayPath(Value, frozen=True):
 
 
 class CableTraffic(Value, frozen=True):
-    """What one node's cable carries in one direction, and the seconds that takes at its speed."""
+    """The traffic of one node's cable in one direction, and the seconds that it takes at the cable's speed."""
 
     node: Label
     is_send: bool
@@ -473,20 +467,20 @@ class CableTraffic(Value, frozen=True):
 
 
 class Relaying(Value, frozen=True):
-    """Over which nodes a plan passes on what several need. Bytes go through the busiest cable, in one direction.
+    """The nodes that relay bytes that several nodes need. Byte counts are for the busiest cable, in one direction.
 
-    Without paths, `direct_bytes` is 0 if no two nodes need the same; else relays would not be worth their while.
+    Without paths, `direct_bytes` is 0 if no two nodes need the same bytes; otherwise relays would not be faster.
     """
 
     paths: tuple[RelayPath, ...] = ()
     bytes: Count = 0
     direct_bytes: Count = 0
-    seconds: Seconds = 0.0  # predicted, of all cables; 0 if their speeds are not known
-    direct_seconds: Seconds = 0.0  # the same without relays
+    seconds: Seconds = 0.0  # predicted, over all cables; 0 if their speeds are not known
+    direct_seconds: Seconds = 0.0  # predicted without relays
 
 
 class PlanReport(Message, frozen=True):
-    """What a swap of this model would move."""
+    """The traffic that a swap of this model would cause."""
 
     model: Label
     digest: Label
@@ -499,11 +493,11 @@ class PlanReport(Message, frozen=True):
     converted_bytes: Count = 0  # read again by workers for conversions
     staging_bytes: Count = 0  # of all targets' staging arenas
     held_bytes: Count = 0  # of all targets' live tensors
-    kept: tuple[KeptTraffic, ...] = ()  # what targets keep of their own, largest first
+    kept: tuple[KeptTraffic, ...] = ()  # tensors that keep their own values, largest first
     links: tuple[LinkTraffic, ...] = ()
     relays: Relaying = Relaying()
-    cables: tuple[CableTraffic, ...] = ()  # the one that takes longest first; () if no speeds are known
-    speeds: Text = ""  # the cluster whose speeds the plan goes by; "": all cables count as equally fast
+    cables: tuple[CableTraffic, ...] = ()  # slowest first; () if no speeds are known
+    speeds: Text = ""  # the cluster whose cable speeds the plan uses; "": all cables count as equally fast
 
 
 class DescribedMember(Value, frozen=True):
@@ -519,8 +513,70 @@ class DescribedMember(Value, frozen=True):
 
 
 class ModelDescription(Message, frozen=True):
-    """What every registered rank of a model holds; equal descriptions appear once."""
+    """The tensors of every registered rank of a model; equal descriptions appear once."""
 
     model: Label
     shards: tuple[Shard, ...]
     members: tuple[DescribedMember, ...]
+
+
+# The limit of spans of one node in a trace.
+MAX_SPANS = 1024
+
+# Seconds of some process's monotonic clock, or between two of them.
+Moment = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+
+
+class TraceSpan(Value, frozen=True):
+    """One timed operation of a process."""
+
+    who: Label  # the process: "coordinator", "daemon", "worker 0", "engine-a rank 0 (pid 7)"
+    name: Label
+    began: Moment
+    ended: Moment
+    bytes: Count = 0
+    is_open: bool = False  # the operation was still running when the trace was taken
+    note: Label = ""
+
+
+class GetTrace(Message, frozen=True):
+    """Ask for the TraceReport of a model's swap, "" for the last one.
+
+    The coordinator also sends this to daemons, with the number of the question in `asked`. Their reply is NodeTrace.
+    """
+
+    model: Name
+    swap: Label = ""
+    asked: Label = ""
+
+
+class NodeTrace(Message, frozen=True):
+    """A node's spans of a swap, in its own clock.
+
+    Add `offset_s` to its times for the coordinator's clock; the error is at most `error_s` (None: not measured).
+    """
+
+    asked: Name
+    node: Label
+    host: Label
+    spans: Annotated[tuple[TraceSpan, ...], msgspec.Meta(max_length=MAX_SPANS)]
+    dropped: Count = 0  # spans beyond the limit
+    offset_s: Moment = 0.0
+    error_s: Seconds | None = None
+
+
+class TraceReport(Message, frozen=True):
+    """One swap over all processes. `phases` and `began` use the coordinator's clock, each node's spans its own."""
+
+    swap: Label
+    model: Label
+    version: Count
+    kind: Label
+    phases: tuple[TraceSpan, ...]
+    began: Moment
+    at: float  # seconds since the epoch, when it began
+    host: Label  # the coordinator's
+    nodes: tuple[NodeTrace, ...]
+    outcome: SwapOutcome | None = None  # None: it is running
+    reason: Text = ""
+    missing: tuple[Text, ...] = ()  # why nodes of the swap are not among `nodes`

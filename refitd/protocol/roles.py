@@ -1,4 +1,4 @@
-"""The roles trainer, engine and operator: which messages each may send, on a node and between nodes."""
+"""Check which messages a client's roles (trainer, engine, operator) allow, and the names in messages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from refitd.errors import RefusedError
-from refitd.protocol import cluster, control, local, sidecar
+from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message
+from refitd.protocol.shards import Shard
+from refitd.text import flaw
 
 TRAINER, ENGINE, OPERATOR = "trainer", "engine", "operator"
 ALL_ROLES = frozenset({TRAINER, ENGINE, OPERATOR})
@@ -22,21 +24,17 @@ _NEEDED: dict[type[Message], frozenset[str]] = {
     local.RegisterTarget: frozenset({ENGINE}),
     local.Restored: frozenset({ENGINE}),
     local.Suspend: frozenset({ENGINE}),
-    local.Wake: frozenset({ENGINE}),
-    control.RegisterController: frozenset({ENGINE}),
-    control.AddController: frozenset({ENGINE}),
+    local.RegisterController: frozenset({ENGINE}),
     local.StartSwap: _SWAPS,
     local.StartSwaps: _SWAPS,
     local.AbortSwap: _SWAPS,
     local.Evict: _SWAPS,
     local.Forget: _SWAPS,
     local.Reload: frozenset({OPERATOR}),
-    local.MeasureCables: frozenset({OPERATOR}),
     local.DrainNode: frozenset({OPERATOR}),
-    local.ResumeNode: frozenset({OPERATOR}),
     local.Verify: _SWAPS,  # it reads every byte of every replica
-    cluster.ShardPublished: frozenset({TRAINER}),
-    cluster.WantsRoom: frozenset({TRAINER}),
+    local.Publish: frozenset({TRAINER}),
+    local.BeginPublish: frozenset({TRAINER}),
 }
 
 
@@ -49,14 +47,7 @@ class Allowed:
     roles: frozenset[str] = ALL_ROLES
 
 
-ANYONE = Allowed("")  # a peer that needs no key: local sockets have file modes instead
-
-
-def roles_for(message: Message) -> frozenset[str]:
-    """Return the roles that may send this message; all roles if it needs none in particular."""
-    if isinstance(message, cluster.AddShard):
-        return frozenset({TRAINER if message.role == "source" else ENGINE})
-    return _NEEDED.get(type(message), ALL_ROLES)
+ANYONE = Allowed("")  # a peer without a key: file modes protect local sockets
 
 
 def check_role(message: Message, roles: frozenset[str], who: str, where: str) -> None:
@@ -65,13 +56,16 @@ def check_role(message: Message, roles: frozenset[str], who: str, where: str) ->
     Args:
         message: the request.
         roles: the sender's roles.
-        who: the sender, for the error.
+        who: the sender's name, for the error.
         where: the setting that gives the sender its roles, for the error.
 
     Raises:
-        RefusedError: names the message, the sender's roles, the needed roles and that setting.
+        RefusedError: the sender lacks the role; the error names the message, both sets of roles and the setting.
     """
-    needed = roles_for(message)
+    if isinstance(message, cluster.AddShard):
+        needed = frozenset({TRAINER if message.role == "source" else ENGINE})
+    else:
+        needed = _NEEDED.get(type(message), ALL_ROLES)
     if not needed & roles:
         raise RefusedError(
             f"{type(message).__name__} needs the role {listed(needed, ' or ')}, and {who} has "
@@ -92,5 +86,44 @@ def read_roles(words: Iterable[str]) -> frozenset[str]:
 
 
 def listed(roles: Iterable[str], between: str = ", ") -> str:
-    """Return roles as text for people."""
+    """Return roles as text for display."""
     return between.join(sorted(roles))
+
+
+_NAMES = ("model", "replica", "name", "label", "device", "digest", "member")
+
+
+def check_names(message: Message) -> None:
+    """Refuse a message with an invalid name, in its fields or its tensors.
+
+    A name is invalid if it contains NUL or cannot be encoded. Rules for one kind of request are where the daemon or the
+    coordinator handles it, for instance in `refitd.daemon.new_members`.
+
+    Raises:
+        RefusedError: a name is invalid; the error names the field and the reason.
+    """
+    for field in _NAMES:
+        name = getattr(message, field, "")
+        if isinstance(name, str) and ("\0" in name or not name.isascii()):  # almost all names need no further check
+            _check(f"{type(message).__name__}: {field}", (name,))
+    shard = getattr(message, "shard", None)
+    if isinstance(shard, Shard):
+        check_tensor_names(shard)
+
+
+def check_tensor_names(shard: Shard) -> None:
+    """Refuse a description with an invalid tensor name.
+
+    Raises:
+        RefusedError: a name is invalid; the error names the tensor and the reason.
+    """
+    for tensor in shard.tensors:
+        _check("tensor", (tensor.name, *tensor.aliases))
+    for kept in shard.kept:
+        _check("kept tensor", (kept.name, *kept.tensors))
+
+
+def _check(what: str, names: Iterable[str]) -> None:
+    for name in names:
+        if found := flaw(name):
+            raise RefusedError(f"{what} {name!r} {found}; choose another")

@@ -1,19 +1,22 @@
-"""One rank's tensors on the wire: descriptions without repetition, and places in arenas."""
+"""Describe one rank's tensors on the wire: descriptions, places in arenas, conversions, staging layouts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from dataclasses import dataclass
+from math import prod
+from typing import Annotated, Literal
 
 import msgspec
 
-from refitd.describe.metadata import ParameterMetadata, plain
-from refitd.describe.tiles import Repeat, Tile
+from refitd.buffers.layout import packed_offsets
+from refitd.describe.metadata import ParameterMetadata, Repeat, Tile, plain
 from refitd.dtypes import ELEMENT_SIZES, dtype_name
 from refitd.errors import ProtocolError
-from refitd.protocol.base import Count, Name, Small, Step, Value
+from refitd.mxfp8.format import Rounding
+from refitd.protocol.base import Count, Label, Name, Small, Step, Value
 
-# More dimensions than any array library has. A limit, since a product of too many numbers is not a usable size.
+# A limit above the number of dimensions in any array library: a product of too many numbers is not a usable size.
 Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
 
 
@@ -40,7 +43,7 @@ class WireTile(Value, frozen=True, array_like=True):
 class WireTensor(Value, frozen=True, omit_defaults=True):
     """`ParameterMetadata` on the wire; groups are indices into `Shard.groups`.
 
-    Data- and pipeline-parallel groups are not sent: replicas are found from what each rank holds.
+    Data- and pipeline-parallel groups are not sent: replicas are found from each rank's tensors.
     """
 
     name: Name
@@ -66,7 +69,7 @@ class WireTensor(Value, frozen=True, omit_defaults=True):
 
 
 class KeptTensor(Value, frozen=True, array_like=True):
-    """A tensor of a target that no swap writes; `tensors` are the canonical tensors in it, aliases included."""
+    """A target's tensor that no swap writes; `tensors` are the canonical tensors in it, aliases included."""
 
     name: Name
     tensors: tuple[Name, ...]
@@ -74,24 +77,32 @@ class KeptTensor(Value, frozen=True, array_like=True):
 
 
 class SharedTensor(Value, frozen=True, array_like=True):
-    """A tensor of a target in memory that versions of another `model` write, there as target of `replica`."""
+    """A target's tensor whose memory is written by versions of another `model`, where it is a target of `replica`."""
 
     name: Name
     model: Name
     replica: Name
 
 
-class Shard(Value, frozen=True, omit_defaults=True):
-    """All tensors of one rank. `groups` holds each rank list once, relative to the rank itself.
+class VersionOf(Value, frozen=True, array_like=True):
+    """A version of a model, by number and run."""
 
-    Rank 5 of [4, 5, 6, 7] sends (-1, 0, 1, 2). So ranks with equal shards (data parallel) send equal bytes.
+    model: Name
+    version: Count
+    run: Label = ""
+
+
+class Shard(Value, frozen=True, omit_defaults=True):
+    """All tensors of one rank. `groups` has each rank list once, relative to the rank itself.
+
+    Rank 5 of [4, 5, 6, 7] sends (-1, 0, 1, 2), so ranks with equal shards (data parallel) send equal bytes.
     """
 
     tensors: tuple[WireTensor, ...]
     groups: tuple[tuple[Step, ...], ...] = ()
-    is_partial: bool = False  # source: the sources together offer only a part of what targets hold
-    kept: tuple[KeptTensor, ...] = ()  # target: what keeps its own values
-    keeps_rest: bool = False  # target: it keeps whatever is not offered, so its replica must take all that is
+    is_partial: bool = False  # source: the sources together offer only some of the targets' tensors
+    kept: tuple[KeptTensor, ...] = ()  # target: tensors that no swap writes
+    keeps_rest: bool = False  # target: it keeps all tensors that are not offered; its replica must use all offered ones
 
 
 class Place(Value, frozen=True, array_like=True):
@@ -113,7 +124,7 @@ def shard_of(
 
     Raises:
         ProtocolError: the descriptions belong to several ranks.
-        PlanError: a field has a wrong type; names the tensor and field.
+        PlanError: a field has a wrong type; the error names the tensor and field.
     """
     metadata = [plain(m) for m in metadata]
     owners = {m.owner_rank or 0 for m in metadata}
@@ -221,3 +232,80 @@ def _tile(tile: WireTile) -> Tile:
     r = tile.repeat
     repeat = None if r is None else Repeat(r.dim, r.count, r.step, r.local_step)
     return Tile(tile.tensor, tile.offset, tile.size, tile.local_offset, tile.local_stride, repeat)
+
+
+class HeldTensor(Value, frozen=True, omit_defaults=True):
+    """One live tensor of a target; `wire` is its index in the shard, None if a conversion makes it."""
+
+    name: Name
+    shape: Shape
+    dtype: Name
+    wire: Small | None = None
+
+
+class Conversion(Value, frozen=True, omit_defaults=True):
+    """How workers make live tensors from a received one, once all tensors were received.
+
+    quantize: `wire` in bfloat16 becomes `held` (data, scale), row-major or `swizzled`.
+    swizzle:  `wire`, row-major scales, becomes `held` (scale), swizzled.
+    """
+
+    kind: Literal["quantize", "swizzle"]
+    wire: Small
+    held: tuple[Small, ...]
+    rounding: Rounding = Rounding.RCEIL
+    swizzled: bool = False
+
+
+class DerivedTensor(Value, frozen=True):
+    """A tensor that a target computes from weights (a workspace, a fused copy). Stale unless a hook refreshes it."""
+
+    name: Name
+    sources: tuple[Name, ...]
+    is_refreshed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Offsets in a staging arena, and the arena's size."""
+
+    wire: tuple[int, ...]
+    held: tuple[int, ...]
+    nbytes: int
+
+
+def held_bytes(held: HeldTensor | WireTensor) -> int:
+    """Return the bytes of a live tensor."""
+    return prod(held.shape) * ELEMENT_SIZES[held.dtype]
+
+
+def staged(shard: Shard, held: Sequence[HeldTensor]) -> Staged:
+    """Return the layout of a staging arena. Without `held`, the live tensors equal the received ones.
+
+    All dtypes must be known, and every `wire` must be an index into the shard.
+    """
+    sizes = [prod(t.shape) * ELEMENT_SIZES[t.dtype] for t in shard.tensors]
+    made = [i for i, tensor in enumerate(held) if tensor.wire is None]
+    offsets, nbytes = packed_offsets(sizes + [held_bytes(held[i]) for i in made])
+    wire, rest = offsets[: len(sizes)], dict(zip(made, offsets[len(sizes) :], strict=True))
+    if not held:
+        return Staged(tuple(wire), tuple(wire), nbytes)
+    lies = [rest[i] if tensor.wire is None else wire[tensor.wire] for i, tensor in enumerate(held)]
+    return Staged(tuple(wire), tuple(lies), nbytes)
+
+
+def landed(shard: Shard, conversions: Sequence[Conversion]) -> tuple[dict[int, int], int]:
+    """Return the landing arena of a flipping target: {index in the shard: offset} of tensors to convert, and its bytes.
+
+    Such a target's staging arena has the layout of its live arena, so it has no place for tensors before conversion.
+    """
+    wires = [conversion.wire for conversion in conversions]
+    tensors = [shard.tensors[wire] for wire in wires]
+    offsets, nbytes = packed_offsets([prod(t.shape) * ELEMENT_SIZES[t.dtype] for t in tensors])
+    return dict(zip(wires, offsets, strict=True)), nbytes if wires else 0
+
+
+def converted_bytes(shard: Shard, conversions: Sequence[Conversion]) -> int:
+    """Return how many bytes conversions read."""
+    tensors = [shard.tensors[conversion.wire] for conversion in conversions]
+    return sum(prod(t.shape) * ELEMENT_SIZES[t.dtype] for t in tensors)

@@ -1,9 +1,9 @@
-"""Messages between a daemon and its workers, and on the descriptor socket. They travel as single datagrams."""
+"""Messages between a daemon and its workers, and on the descriptor socket, each sent as one datagram."""
 
 from __future__ import annotations
 
 from refitd.protocol.base import Count, Label, Message, Name, Seconds, Secret, Small, Text, Value
-from refitd.protocol.local import CommitDone, CommitFailed, CommitQuiet, Failure, Paused
+from refitd.protocol.local import ArenaDescriptor, CommitDone, CommitFailed, Failure, FreeArena, Goodbye
 from refitd.protocol.shards import Shape
 
 # --- daemon to worker -------------------------------------------------------------------------------------
@@ -18,21 +18,15 @@ class MapArena(Message, frozen=True):
     device: Label = ""  # its GPU (refitd.buffers.cuda.name_of); "": main memory
 
 
-class UnmapArena(Message, frozen=True):
-    """Unmap an arena; the jobs that used it have been dropped."""
-
-    arena: Count
-
-
 class ExchangeArenas(Message, frozen=True):
-    """Exchange what two arenas of one size hold: from now on each id means the other's memory file."""
+    """Exchange the memory files of two arenas of one size: from now on each id means the other's file."""
 
     arena: Count
     other: Count
 
 
 class JoinEpoch(Message, frozen=True):
-    """Join an epoch at position `index` of `labels`; reply EpochJoined or EpochFailed."""
+    """Join an epoch at position `index` of `labels`. Reply: EpochJoined."""
 
     epoch: Name
     service: Name
@@ -45,11 +39,15 @@ class JoinEpoch(Message, frozen=True):
 
 
 class LaneValue(Message, frozen=True):
-    """A value from another worker of the epoch."""
+    """A worker's value for the other workers of its lane in an epoch.
+
+    It is sent from the worker to its daemon, the coordinator, the other nodes' daemons, and their workers.
+    """
 
     epoch: Name
     key: Name
     value: bytes
+    lane: Small = 0  # between nodes
 
 
 class LeaveEpoch(Message, frozen=True):
@@ -59,7 +57,7 @@ class LeaveEpoch(Message, frozen=True):
 
 
 class WarmUp(Message, frozen=True):
-    """Import a service's modules now, so that the next epoch forms faster."""
+    """Import a service's modules now, to form the next epoch faster."""
 
     service: Name
 
@@ -67,8 +65,8 @@ class WarmUp(Message, frozen=True):
 class LoadJob(Message, frozen=True):
     """Prepare the job in the memory file that comes with this message, `nbytes` long.
 
-    Without an epoch it is CopyList.to_bytes, or ConversionList.to_bytes if it `converts`. With one it is
-    TransferList.to_bytes, and runs together with the peers' jobs.
+    Without an epoch the file has CopyList.to_bytes, or ConversionList.to_bytes if the job `converts`. With an epoch it
+    has TransferList.to_bytes, and the job runs together with the peers' jobs.
     """
 
     job: Count
@@ -78,9 +76,9 @@ class LoadJob(Message, frozen=True):
 
 
 class HeldBase(Value, frozen=True):
-    """What a job reads or writes in `arena` lies in arena `held_in` as it was in an earlier version.
+    """`held_in` holds the base (an earlier version) of `arena`, which a job reads or writes.
 
-    `version` identifies that version in the whole cluster. `held_in` may be `arena`, where a job writes.
+    `version` identifies the base in the whole cluster. `held_in` may equal `arena` if the job writes it.
     """
 
     arena: Count
@@ -88,18 +86,8 @@ class HeldBase(Value, frozen=True):
     version: Name
 
 
-class TimeCable(Message, frozen=True):
-    """Send to, or receive from, the worker at position `peer` of an epoch for so long. Reply: CableTimed."""
-
-    run: Count
-    epoch: Name
-    peer: Small
-    sends: bool
-    seconds: Seconds
-
-
 class RunJob(Message, frozen=True):
-    """Run a loaded job once; a job of an epoch must end within `timeout_s`, and may use `bases`."""
+    """Run a loaded job once. A job of an epoch must end within `timeout_s`, and may use `bases`."""
 
     job: Count
     run: Count
@@ -109,7 +97,7 @@ class RunJob(Message, frozen=True):
 
 
 class DropBases(Message, frozen=True):
-    """Compare nothing with a run's bases any more: somebody waits for their memory. Reply: BasesDropped, always."""
+    """Stop comparing with a run's bases, because their memory is needed. The worker always answers with DropBases."""
 
     run: Count
 
@@ -121,10 +109,7 @@ class DropJob(Message, frozen=True):
 
 
 class Span(Value, frozen=True):
-    """Elements [first : first + count], row-major, of a tensor in an arena. Offset and strides in bytes.
-
-    With a `pid` there is no arena: `offset` is an address in that process.
-    """
+    """Elements [first : first + count], row-major, of a tensor in an arena. Offset and strides in bytes."""
 
     arena: Count
     offset: Count
@@ -133,26 +118,11 @@ class Span(Value, frozen=True):
     element_size: Small
     first: Count
     count: Count
-    pid: Count = 0
-
-
-class TakeDigests(Message, frozen=True):
-    """Take the digest of each span (refitd.buffers.blocks.digest). Reply: DigestsTaken."""
-
-    run: Count
-    spans: tuple[Span, ...]
-
-
-class CompareSpans(Message, frozen=True):
-    """Compare pairs of spans. Reply: SpansCompared."""
-
-    run: Count
-    pairs: tuple[tuple[Span, Span], ...]
 
 
 # --- worker to daemon -------------------------------------------------------------------------------------
 
-# The exit status of a worker that got no memory for an arena or a copy.
+# The exit status of a worker that could not allocate memory for an arena or a copy.
 NO_MEMORY_STATUS = 71
 
 
@@ -163,25 +133,31 @@ class WorkerReady(Message, frozen=True):
     services: tuple[Name, ...]
 
 
-class LanePut(Message, frozen=True):
-    """This worker's value for its peers in an epoch."""
-
-    epoch: Name
-    key: Name
-    value: bytes
-
-
 class EpochJoined(Message, frozen=True):
-    """All workers of the epoch have joined."""
+    """All workers of the epoch have joined; with a `reason`, this worker failed to join."""
 
     epoch: Name
+    reason: Text = ""
 
 
-class EpochFailed(Message, frozen=True):
-    """This worker could not join."""
+class ReadSpans(Message, frozen=True):
+    """Take the digest of each span (refitd.buffers.blocks.digest), or compare it with one of `others`.
 
-    epoch: Name
-    reason: Text
+    Reply: SpansRead.
+    """
+
+    run: Count
+    spans: tuple[Span, ...]
+    others: tuple[Span, ...] = ()
+
+
+class SpansRead(Message, frozen=True):
+    """The digests in order, or per pair the first and last differing element and their number; or the error."""
+
+    run: Count
+    digests: bytes = b""
+    found: tuple[tuple[Count, Count, Count], ...] = ()
+    reason: Text = ""
 
 
 class RunProgress(Message, frozen=True):
@@ -191,66 +167,32 @@ class RunProgress(Message, frozen=True):
     bytes_done: Count
 
 
-class BasesDropped(Message, frozen=True):
-    """What this run sends is no longer compared with anything: the rest of it goes whole."""
-
-    run: Count
-
-
 class BaseWrong(Message, frozen=True):
-    """This worker built wrong bytes from a base and a delta: one of the two is wrong. No other worker knows yet that
-    the run fails, so the daemon can read this before any order to abort.
+    """This worker built wrong bytes from a base and a delta; one of them is wrong.
+
+    The worker sends this before other workers learn of the failure, so the daemon can read it before any abort.
     """
 
     run: Count
 
 
 class RunDone(Message, frozen=True):
-    """Every copy is written; with `verify`, each was compared with its source and is equal."""
+    """Every copy is written; with `verify`, each copy equals its source.
+
+    With a `reason` the run has failed; `copy` is the index of the failed copy, if known.
+    """
 
     run: Count
-    copies: Count
-    bytes: Count
-    seconds: Seconds
-    staging_bytes: Count = 0  # held in the worker's own buffers
-    crossed_bytes: Count = 0  # that came from other nodes
-    delta_bytes: Count = 0  # that came as deltas, counted whole
-    changed_bytes: Count = 0  # of these, what had changed
-
-
-class CableTimed(Message, frozen=True):
-    """The bytes received for a TimeCable, between two times of this host's monotonic clock, or why it failed."""
-
-    run: Count
+    copies: Count = 0
     bytes: Count = 0
-    began_s: Seconds = 0.0
-    ended_s: Seconds = 0.0
+    seconds: Seconds = 0.0
+    staging_bytes: Count = 0  # in the worker's own buffers
+    crossed_bytes: Count = 0  # received from other nodes
+    delta_bytes: Count = 0  # received as deltas, counted at full size
+    changed_bytes: Count = 0  # the changed bytes among `delta_bytes`
     reason: Text = ""
-
-
-class RunFailed(Message, frozen=True):
-    """The job failed; `copy` is the index of the failed copy, if known."""
-
-    run: Count
-    reason: Text
     copy: Count | None = None
-    differs: bool = False  # what was written differs from its source
-
-
-class DigestsTaken(Message, frozen=True):
-    """The digests in order, or the reason if they could not be taken."""
-
-    run: Count
-    digests: bytes = b""
-    reason: Text = ""
-
-
-class SpansCompared(Message, frozen=True):
-    """Per pair, the first and last differing element and how many differ; or the reason if that is unknown."""
-
-    run: Count
-    found: tuple[tuple[Count, Count, Count], ...] = ()
-    reason: Text = ""
+    differs: bool = False  # written bytes differ from their source
 
 
 # --- descriptor socket ------------------------------------------------------------------------------------
@@ -271,63 +213,28 @@ class FetchArena(Message, frozen=True):
 
 
 class GiveArena(Message, frozen=True):
-    """The client gives an arena back that it has kept while its daemon was restarted; its descriptor comes with this.
+    """The client hands over an arena from before its daemon's restart; its descriptor comes with this message.
 
-    Reply: ArenaGiven. The arena is the client's own, as one made by CreateArena, until a registration takes it over.
+    Reply: ArenaDescriptor. Until a registration uses the arena, it belongs to the client like one from CreateArena.
     """
 
     nbytes: Count
 
 
-class ArenaGiven(Message, frozen=True):
-    """The daemon has taken an arena back, under this number."""
-
-    arena: Count
-
-
-class Goodbye(Message, frozen=True):
-    """The client closes its session regularly: nothing is retained for a successor."""
-
-
-class ArenaDescriptor(Message, frozen=True):
-    """The reply to FetchArena; the descriptor comes with it."""
-
-    arena: Count
-    nbytes: Count
-    device: Label = ""  # its GPU; "": main memory
-
-
 ToWorker = (
     MapArena
-    | UnmapArena
+    | FreeArena
     | ExchangeArenas
     | LoadJob
     | RunJob
     | DropBases
     | DropJob
-    | TakeDigests
-    | CompareSpans
+    | ReadSpans
     | JoinEpoch
     | LaneValue
     | LeaveEpoch
-    | TimeCable
     | WarmUp
 )
-FromWorker = (
-    WorkerReady
-    | RunProgress
-    | BasesDropped
-    | BaseWrong
-    | RunDone
-    | CableTimed
-    | RunFailed
-    | DigestsTaken
-    | SpansCompared
-    | LanePut
-    | EpochJoined
-    | EpochFailed
-)
-DescriptorRequest = (
-    FetchArena | GiveArena | Goodbye | Paused | CommitQuiet | CommitDone | CommitFailed
-)  # local.Told, too
-DescriptorReply = Greeting | ArenaDescriptor | ArenaGiven | Failure
+FromWorker = WorkerReady | RunProgress | DropBases | BaseWrong | RunDone | SpansRead | LaneValue | EpochJoined
+DescriptorRequest = FetchArena | GiveArena | Goodbye | CommitDone | CommitFailed  # local.Told, too
+DescriptorReply = Greeting | ArenaDescriptor | Failure

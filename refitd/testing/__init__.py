@@ -3,8 +3,7 @@
 Only `refitd.testing.fixtures` imports pytest. torch is imported only once a tensor is registered.
 """
 
-from refitd.testing.cluster import Cluster
-from refitd.testing.daemon import Coordinator, Daemon
+from refitd.testing.daemon import Cluster, Coordinator, Daemon
 from refitd.testing.members import Engine, RunningSwap
 from refitd.testing.processes import Process, ProcessFailed, eventually, stopped
 

@@ -1,4 +1,4 @@
-"""A real daemon or coordinator for a test: private directories, logs on failure, leftovers reported."""
+"""Real daemons, coordinators and clusters for a test: private directories, logs on failure, leftovers reported."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypedDict, Unpack
 
 from refitd.errors import TransportError
-from refitd.testing import leaks
+from refitd.testing import processes
 from refitd.testing.processes import END_S, START_S, Process, ProcessFailed, eventually, read_word
 
 if TYPE_CHECKING:
     from refitd.client import Client
     from refitd.protocol.reports import NodeStatus, StatusReport
+import socket
+
+from refitd.protocol import keys
 
 LOG_TAIL = 20_000  # characters of a log that an error shows
 _MARK = "TESTED_IN"  # environment variable of all processes started here, which their children inherit
@@ -85,12 +88,12 @@ class Service(Process):
     def children(self) -> dict[int, str]:
         """Return {pid: command line} of its running descendants."""
         mine = self.pid if self.is_running else 0
-        return {pid: command for pid, command in leaks.processes_of(self._mark).items() if pid != mine}
+        return {pid: command for pid, command in processes.processes_of(self._mark).items() if pid != mine}
 
     def remove(self) -> None:
         """Kill it and its descendants, and delete its temporary folder."""
         self.kill()
-        leaks.kill_all(self._mark)
+        processes.kill_all(self._mark)
         if self._owns_folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -99,7 +102,7 @@ class Service(Process):
             if self.popen is not None and not why:
                 self.popen.wait(END_S)  # let it clean up
         self.kill()
-        left = leaks.files_in(self.directory)
+        left = processes.files_in(self.directory)
         said = f"{self.name} did not start{why}:\n{self.log()[-LOG_TAIL:]}" + (f"\nit has left {left}" if left else "")
         self.remove()
         return ProcessFailed(said)
@@ -266,10 +269,144 @@ class Daemon(Service):
         left = [problem for part in self._coordinators if part.is_running for problem in part.stop()]
         left += super().stop()
         left += [f"process {pid}: {command}" for pid, command in self.children().items()]
-        return left + [f"file {name}" for name in leaks.files_in(self.directory)]
+        return left + [f"file {name}" for name in processes.files_in(self.directory)]
 
     def remove(self) -> None:
         """Kill it, its coordinators and their descendants, and delete its temporary folder."""
         for coordinator in self._coordinators:
             coordinator.remove()
         super().remove()
+
+
+class Cluster:
+    """`refitd coordinator` and a `refitd serve` for each node, connected over loopback and authenticated by keys.
+
+    Attributes:
+        coordinator: the coordinator's process.
+        daemons: the daemons by node name.
+        journal: the coordinator's journal file.
+        folder: holds configurations, logs, and each process's runtime directory.
+    """
+
+    def __init__(
+        self, nodes: Sequence[str] = ("n0", "n1"), config: str = "", *, workers: int = 1, endpoint: str = ""
+    ) -> None:
+        """Prepare the cluster; `start` starts it.
+
+        Args:
+            nodes: the nodes' names.
+            config: TOML for the coordinator and for every daemon.
+            workers: the number of worker processes of each daemon.
+            endpoint: where the coordinator listens; "": a free loopback port.
+        """
+        # a short prefix, because a socket's path holds at most 107 bytes
+        self.folder = Path(tempfile.mkdtemp(prefix="rfc"))
+        self.endpoint = endpoint or f"tcp://127.0.0.1:{free_port()}"
+        self.journal = self.folder / "coordinator" / "journal.sqlite"
+        self._nodes, self._config, self._workers = tuple(nodes), config, workers
+        self.daemons: dict[str, Daemon] = {}
+
+    def start(self) -> Self:
+        """Start all processes and wait until every node has joined.
+
+        Raises:
+            ProcessFailed: a process does not start.
+        """
+        try:
+            self._make_keys()
+            self.coordinator = Coordinator(self._config, **self._options("coordinator"))
+            for name in self._nodes:
+                self.daemons[name] = Daemon(
+                    self._config, name=name, workers=self._workers, joins=self.endpoint, **self._options(name)
+                )
+            for part in self.parts():
+                part.start()
+            with self.daemons[self._nodes[0]].connect("status") as client:
+                eventually(lambda: joined(client) == len(self._nodes), "every node has joined")
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def _make_keys(self) -> None:
+        lines = []
+        for name in ("coordinator", *self._nodes):
+            pair = keys.generate(name)
+            keys.write(pair, self.folder)
+            lines.append(f"{pair.public_line} node={name}\n" if name in self._nodes else "")
+        (self.folder / "allowed").write_text("".join(lines))
+        (self.folder / "allowed").chmod(0o644)
+
+    def _options(self, name: str) -> Options:
+        given = {
+            "REFITD_COORDINATOR__ENDPOINT": self.endpoint,
+            "REFITD_SECURITY__KEY": str(self.folder / f"{name}.key"),
+            "REFITD_SECURITY__SERVER_KEY": str(self.folder / "coordinator.pub"),
+        }
+        if name == "coordinator":
+            given["REFITD_SECURITY__ALLOWED"] = str(self.folder / "allowed")
+        environment = {**given, **self.environment(name)}
+        return {"folder": self.folder, "environment": environment, "prefix": self.prefix(name)}
+
+    def environment(self, name: str) -> Mapping[str, str]:
+        """Return additional environment variables for the coordinator or a daemon; for subclasses to override."""
+        return {}
+
+    def prefix(self, name: str) -> Sequence[str]:
+        """Return a command prefix for the coordinator or a daemon; for subclasses to override."""
+        return ()
+
+    def parts(self) -> list[Process]:
+        """Return the coordinator and the daemons, in the order of their start."""
+        return [self.coordinator, *self.daemons.values()] if self.daemons else []
+
+    def logs(self, tail: int = LOG_TAIL) -> str:
+        """Return the last `tail` characters of each log."""
+        found = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"--- log of {path.stem}\n{path.read_text(errors='replace')[-tail:]}" for path in found)
+
+    def marked(self, name: str, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return an environment for another process, marked as one of this cluster."""
+        return marked(self.folder, name, environment)
+
+    def running(self) -> dict[int, str]:
+        """Return {pid: command line} of all processes started here, and of their descendants."""
+        return processes.processes_of(f"={self.folder}/")
+
+    def stop(self) -> list[str]:
+        """Stop the daemons and then the coordinator (SIGTERM); return failures and leftovers."""
+        left = [f"{part.name}: {problem}" for part in reversed(self.parts()) for problem in part.stop()]
+        left += [f"process {pid}: {command}" for pid, command in self.running().items()]
+        return left + [f"coordinator: file {name}" for name in processes.files_in(self.journal.parent)]
+
+    def kill(self) -> None:
+        """Kill what still runs; logs stay."""
+        processes.kill_all(f"={self.folder}/")
+        for part in self.parts():
+            part.kill()
+
+    def remove(self) -> None:
+        """Kill what still runs, and delete the folder."""
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        left, logs = self.stop(), self.logs()
+        self.remove()
+        if error is not None:
+            error.add_note(logs)
+        elif left:
+            raise ProcessFailed(f"left behind: {left}\n{logs}")
+
+
+def free_port() -> int:
+    """Return a free loopback port."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
-from refitd.testing import leaks
+from refitd.testing import processes
 from refitd.testing.daemon import LOG_TAIL, Daemon
 
 _FAILED = pytest.StashKey[bool]()
@@ -15,7 +15,7 @@ _FAILED = pytest.StashKey[bool]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note that a test has failed, so that its daemons' logs are printed."""
+    """Note that a test has failed: its daemons' logs are then printed."""
     report = yield
     if report.failed:
         item.stash[_FAILED] = True
@@ -27,7 +27,7 @@ def start_daemon(request: pytest.FixtureRequest) -> Iterator[Callable[..., Daemo
     """Return a function that starts a Daemon. After the test all are stopped; leftovers fail the test."""
     started: list[Daemon] = []
     gc.collect()
-    before = len(leaks.own_memory_files())
+    before = len(processes.own_memory_files())
 
     def start(config: str = "", **options: object) -> Daemon:
         daemon = Daemon(config, **options)  # type: ignore[arg-type]
@@ -37,7 +37,7 @@ def start_daemon(request: pytest.FixtureRequest) -> Iterator[Callable[..., Daemo
     yield start
     left = [what for daemon in started if daemon.is_running for what in daemon.stop()]
     gc.collect()
-    held = leaks.own_memory_files()[before:]
+    held = processes.own_memory_files()[before:]
     has_failed = request.node.stash.get(_FAILED, False)
     for daemon in started:
         if has_failed or left or held:

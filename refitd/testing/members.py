@@ -48,14 +48,14 @@ class Engine:
 
 
 class RunningSwap:
-    """A swap that runs on a thread, and whose phases a test can wait for.
+    """A swap that runs on a thread. A test can wait for its phases.
 
     Attributes:
         report: the swap's report; None until it has succeeded.
         error: the error that it raised, if any.
     """
 
-    def __init__(self, client: Client, model: str, version: int | None = None, timeout: float = 20.0) -> None:
+    def __init__(self, client: Client, model: str, version: int | None = None, timeout: float = 60.0) -> None:
         """Start the swap; `client` must not be used elsewhere, and is closed at the end."""
         self.report: SwapReport | None = None
         self.error: RefitdError | None = None
@@ -78,7 +78,7 @@ class RunningSwap:
             self._phases.add(progress.phase)
             self._changed.notify_all()
 
-    def wait_phase(self, phase: str, timeout: float = 10.0) -> None:
+    def wait_phase(self, phase: str, timeout: float = 40.0) -> None:
         """Wait until the swap has been in a phase: "plan", "stage", "verify" or "commit".
 
         Raises:
@@ -88,7 +88,7 @@ class RunningSwap:
             reached = self._changed.wait_for(lambda: phase in self._phases, timeout)
         assert reached, f"phase {phase} not reached; seen {self._phases}, error {self.error}"
 
-    def result(self, timeout: float = 30.0) -> SwapReport:
+    def result(self, timeout: float = 60.0) -> SwapReport:
         """Wait for the swap's end; return its report.
 
         Raises:

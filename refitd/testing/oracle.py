@@ -8,11 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.roster import Roster
-from refitd.describe.tiles import Tile
-from refitd.plan.fills import FillTable
-from refitd.plan.table import CopyTable
+from refitd.describe.metadata import ParameterMetadata, Roster, Tile
+from refitd.plan.table import CopyTable, FillTable
 
 Array = np.ndarray
 EMPTY = -1

@@ -1,4 +1,4 @@
-"""Processes that a test can start, stop, kill and restart."""
+"""Processes that a test can start, stop, kill and restart; and what processes hold, to name leaks after a fault."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self
@@ -45,11 +46,11 @@ class Process:
         Args:
             name: see above.
             command: the program and its arguments.
-            log_path: the file to which its output is appended.
+            log_path: its output is appended to this file.
             environment: its whole environment; None: this process's.
             folder: its working directory; None: this process's.
             prepare: called in the new process before exec. It may only make system calls.
-            own_session: run it in a new session, so that Ctrl-C in this terminal does not end it.
+            own_session: run it in a new session: Ctrl-C in this terminal does not end it.
         """
         self.name, self.log_path = name, log_path
         self.popen: subprocess.Popen[bytes] | None = None
@@ -147,3 +148,74 @@ def eventually(claim: Callable[[], bool], what: str, timeout: float = 40.0) -> N
 def read_word(pipe: int, timeout: float) -> bytes | None:
     """Return what is first written to a pipe; b"" if its other end closes first, None after `timeout` seconds."""
     return os.read(pipe, 16) if select.select([pipe], [], [], timeout)[0] else None
+
+
+def processes_of(mark: str) -> dict[int, str]:
+    """Return {pid: command line} of the processes that have `mark` in their initial environment."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            is_ours = mark.encode() in (entry / "environ").read_bytes()
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if is_ours and command:  # a zombie has no command line
+                found[int(entry.name)] = command
+    return found
+
+
+def kill_all(mark: str) -> None:
+    """Kill the processes that have `mark` in their initial environment."""
+    for pid in processes_of(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def descriptors(pid: int) -> Counter[str]:
+    """Return how many descriptors of each kind a process has open."""
+    found: Counter[str] = Counter()
+    with contextlib.suppress(OSError):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found[_kind(os.readlink(fd))] += 1
+    return found
+
+
+def _kind(link: str) -> str:
+    if link.startswith("/memfd:"):
+        return "memfd"
+    kind = link.partition(":")[0]
+    return kind if kind in ("socket", "pipe", "anon_inode") else "file"
+
+
+def own_memory_files() -> list[str]:
+    """Return the links of refitd's arenas that this process still has open."""
+    found = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if "memfd:refitd" in (link := os.readlink(fd)):
+                found.append(link)
+    return found
+
+
+def files_in(folder: Path) -> list[str]:
+    """Return the names in a runtime directory, except the journal, which is meant to stay."""
+    if not folder.is_dir():
+        return []
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("journal"))
+
+
+def files(folders: Mapping[str, Path]) -> dict[str, int]:
+    """Return the number of files and folders below each folder, except journals."""
+    found = {}
+    for name, folder in folders.items():
+        with contextlib.suppress(OSError):
+            found[f"files of {name}"] = sum(not p.name.startswith("journal") for p in folder.rglob("*"))
+    return found
+
+
+def more(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+    """Return a text for each count that has grown."""
+    return [
+        f"{what}: {now[what]}, was {before.get(what, 0)}" for what in sorted(now) if now[what] > before.get(what, 0)
+    ]

@@ -1,4 +1,7 @@
-"""The bytes of tensors, copied before something may write them; where memory is short, to a file, or as digests."""
+"""Compare an engine's tensors bit for bit: with a learned layout, and with copies from before a possible write.
+
+If memory is short, the copies are in a file.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,147 @@ import bisect
 import itertools
 import os
 import tempfile
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
+from typing import Protocol
 
 import torch
-import xxhash
 
 from refitd.buffers.capacity import memory_limits
-from refitd.errors import ArenaError
-from refitd.tracing.comparison import are_equal
+from refitd.describe.layout import row_major
+from refitd.describe.metadata import ParameterMetadata, Tile
+from refitd.errors import ArenaError, RefusedError
 
-# Bytes that are copied without a look at the memory that is left, and the share of it that copies may take.
+# Elements of a canonical tensor that are converted and compared in one step. On few cores a step fits a core's cache,
+# and is too small for torch to divide among threads, which would wait for each other at each step.
+FEW_CORES, STEP, LONG_STEP = 4, 1 << 15, 1 << 22
+
+
+class Boxed(Protocol):
+    """A canonical tensor that makes each box on demand.
+
+    Attributes:
+        shape: of the canonical tensor.
+    """
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Its shape."""
+
+    def box(self, offset: Sequence[int], size: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return a box that spans at most `step_on(device)` elements of the row-major tensor; read-only."""
+
+
+def differing(
+    metadata: Mapping[str, ParameterMetadata],
+    params: Mapping[str, torch.Tensor],
+    weights: Iterable[tuple[str, torch.Tensor | Boxed]],
+) -> tuple[dict[str, str], list[str]]:
+    """Return the tensors that differ from the layout, each with its canonical tensor, and the missing canonical names.
+
+    Args:
+        metadata: the layout, by the engine's names.
+        params: the engine's tensors, with values, on any device.
+        weights: canonical tensors, one after the other; unused ones are skipped.
+
+    Returns:
+        ({the engine's name: the canonical name; "" for the constant}, canonical names that `weights` did not yield).
+    """
+    wanted: dict[str, list[tuple[str, Tile]]] = {}
+    for name, meta in metadata.items():
+        for tile in tiles_of(meta):
+            wanted.setdefault(tile.tensor, []).append((name, tile))
+    found: dict[str, str] = {}
+    for name, weight in weights:
+        for local, tile in wanted.pop(name, ()):
+            if local not in found and not _holds(params[local], tile, weight):
+                found[local] = name
+    for local, meta in metadata.items():
+        if meta.fill is not None and local not in found and not _is_filled(params[local], meta, meta.fill):
+            found[local] = ""
+    return found, [*wanted]
+
+
+def step_on(device: torch.device) -> int:
+    """Return the elements that are compared in one step."""
+    return STEP if device.type == "cpu" and torch.get_num_threads() <= FEW_CORES else LONG_STEP
+
+
+def tiles_of(meta: ParameterMetadata) -> tuple[Tile, ...]:
+    """Return the tiles of a tensor; one, if it is a whole canonical tensor."""
+    if meta.tiles is not None:
+        return tuple(meta.tiles)
+    shape = tuple(meta.shape)
+    return (Tile(meta.resolved_name or meta.name, (0,) * len(shape), shape, 0, row_major(shape)),)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's elements, row-major."""
+    dense = tensor.detach().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
+
+
+def are_equal(mine: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two byte tensors are equal; long integers are compared several times as fast as bytes."""
+    for word in (torch.int64, torch.int32, torch.int16):
+        size = word.itemsize
+        if not (mine.numel() % size or mine.storage_offset() % size or other.storage_offset() % size):
+            return torch.equal(mine.view(word), other.view(word))
+    return torch.equal(mine, other)
+
+
+def _boxes(size: Sequence[int], shape: Sequence[int], step: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a box into parts that span at most `step` elements of a canonical tensor; yield (offset, size) of each."""
+    strides = row_major(tuple(shape))
+    if 1 + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True)) <= step:
+        yield (0,) * len(size), tuple(size)
+        return
+    dim = next(d for d, n in enumerate(size) if n > 1)
+    most = max(1, step // strides[dim])
+    for at in range(0, size[dim], most):
+        part = (*size[:dim], min(most, size[dim] - at), *size[dim + 1 :])
+        for offset, inside in _boxes(part, shape, step):
+            yield (*offset[:dim], offset[dim] + at, *offset[dim + 1 :]), inside
+
+
+def _holds(tensor: torch.Tensor, tile: Tile, weight: torch.Tensor | Boxed) -> bool:
+    """Whether a tensor is equal to a tile of a canonical tensor, bit for bit after conversion to its dtype."""
+    if not prod(tile.size):
+        return True
+    flat = tensor.detach().reshape(-1)
+    r = tile.repeat
+    for i in range(r.count if r else 1):
+        offset, local = list(tile.offset), flat.storage_offset() + tile.local_offset
+        if r:
+            offset[r.dim] += i * r.step
+            local += i * r.local_step
+        for start, size in _boxes(tile.size, weight.shape, step_on(flat.device)):
+            at = tuple(o + a for o, a in zip(offset, start, strict=True))
+            if isinstance(weight, torch.Tensor):
+                box = weight[tuple(slice(o, o + n) for o, n in zip(at, size, strict=True))]
+            else:
+                box = weight.box(at, size, flat.device)
+            first = local + sum(a * stride for a, stride in zip(start, tile.local_stride, strict=True))
+            mine = flat.as_strided(size, tile.local_stride, first)
+            if not are_equal(bytes_of(mine), bytes_of(box.to(flat.device, flat.dtype, copy=True))):
+                return False
+    return True
+
+
+def _is_filled(tensor: torch.Tensor, meta: ParameterMetadata, fill: float) -> bool:
+    """Whether a tensor is equal to its fill outside all tiles."""
+    rest = torch.ones(tensor.numel(), dtype=torch.bool)
+    for tile in meta.tiles or ():
+        r = tile.repeat
+        for i in range(r.count if r else 1):
+            at = tile.local_offset + (i * r.local_step if r else 0)
+            rest.as_strided(tile.size, tile.local_stride, at).fill_(False)
+    left = tensor.detach().reshape(-1)[rest.to(tensor.device)]
+    return torch.equal(bytes_of(left), bytes_of(torch.full_like(left, fill)))
+
+
+# Bytes that are copied without a check of the free memory, and the share of free memory that copies may take.
 ALWAYS = 64 << 20
 SHARE = 0.5
 
@@ -24,7 +157,7 @@ CHUNK = 64 << 20
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has strides and a storage, as no sparse, wrapped or uninitialized one has."""
+    """Whether a tensor has strides and a storage. Sparse, wrapped and uninitialized ones do not."""
     try:
         return tensor.layout == torch.strided and bool(storage_key(tensor)) and tensor.detach() is not None
     except (RuntimeError, NotImplementedError, ValueError):
@@ -32,7 +165,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that names a tensor's storage while it lives; 0 without one."""
+    """Return a number that identifies a tensor's storage while that exists; 0 without a storage."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError, ValueError):
@@ -40,7 +173,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return the memory and the view that a tensor is."""
+    """Return the storage and the view of a tensor."""
     offset, strides = int(tensor.storage_offset()), tuple(tensor.stride())
     return storage_key(tensor), tensor.dtype, tuple(tensor.shape), offset, strides
 
@@ -52,8 +185,7 @@ class _Range:
     start: int
     end: int
     names: list[tuple[int, int, str]]
-    copy: torch.Tensor | None = None
-    digest: bytes = b""
+    copy: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 @dataclass(slots=True)
@@ -65,7 +197,7 @@ class _Storage:
     ranges: list[_Range] = field(default_factory=list)
 
     def restore_size(self) -> bool:
-        """Give a storage that was resized or moved its size again; return whether it was."""
+        """Restore the size of a storage; return whether it was resized or moved."""
         storage = self.flat.untyped_storage()
         if storage.nbytes() == self.flat.numel() and storage.data_ptr() == self.address:
             return False
@@ -75,16 +207,15 @@ class _Storage:
 
 
 class HeldBytes:
-    """Bytes of tensors as they were when `take` was called."""
+    """The bytes of tensors when `take` was called."""
 
     def __init__(self) -> None:
         self._storages: dict[int, _Storage] = {}
         self.copied = 0
         self.filed = 0
-        self.digested = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Hold a tensor's bytes, too; tensors without memory have none."""
+        """Add a tensor whose bytes are to be copied; tensors without memory are skipped."""
         key = storage_key(tensor)
         nbytes = tensor.untyped_storage().nbytes()
         if tensor.device.type == "meta" or not tensor.numel() or not nbytes:
@@ -98,7 +229,11 @@ class HeldBytes:
         self._storages[key].ranges.append(_Range(start, end, [(start, end, name)]))
 
     def take(self) -> None:
-        """Copy the bytes, the smallest tensors first, as far as memory allows; the others to a file, if it has room."""
+        """Copy the bytes, the smallest tensors first, as long as memory allows; then to a file.
+
+        Raises:
+            RefusedError: neither main memory nor the disk has room.
+        """
         for storage in self._storages.values():
             storage.ranges = list(_joined(storage.ranges))
         todo = [(one.end - one.start, storage, one) for storage in self._storages.values() for one in storage.ranges]
@@ -106,59 +241,48 @@ class HeldBytes:
         left, sizes = ALWAYS, [nbytes for nbytes, _, _ in todo]
         if sum(sizes) > ALWAYS:
             left = max(ALWAYS, int(SHARE * _available()))
-        spill, at = _temporary(sum(sizes[bisect.bisect(list(itertools.accumulate(sizes)), left) :])), 0
-        for nbytes, storage, one in todo:
+        in_memory = bisect.bisect(list(itertools.accumulate(sizes)), left)
+        spill, at = _temporary(sum(sizes[in_memory:])), 0
+        for number, (nbytes, storage, one) in enumerate(todo):
             live = storage.flat[one.start : one.end]
-            if nbytes <= left:
+            self.copied += nbytes
+            if number < in_memory:
                 one.copy = live.to("cpu", copy=True)
-                self.copied += nbytes
-                left -= nbytes
-            elif spill is not None:
+            else:
                 one.copy = spill[at : at + nbytes].copy_(live)
-                self.copied += nbytes
                 self.filed += nbytes
                 at += nbytes
-            else:
-                one.digest = _digest(live)
-                self.digested += nbytes
 
     def put_back(
         self, followed: Container[int] = (), overwritten: Container[str] = (), *, is_last: bool = True
-    ) -> tuple[list[str], list[str], list[str]]:
-        """Put back bytes that have changed; say so for all storages but `followed`.
+    ) -> tuple[list[str], list[str]]:
+        """Restore changed bytes; report changes in all storages except `followed`.
 
         Args:
-            followed: storages that are known to be written.
-            overwritten: tensors of them that were written whole: they are put back without a comparison.
-            is_last: if false, only storages of `followed` are put back, without the tensors of `overwritten`, which
-                are written whole again.
+            followed: storages that were written as expected.
+            overwritten: tensors in these storages that were written whole: they are restored without a comparison.
+            is_last: if false, only storages of `followed` are restored, without the tensors of `overwritten`, which
+                the next run writes whole.
 
         Returns:
-            The tensors whose memory was moved or resized, those whose bytes have changed, and, of these, the tensors
-            that could not be put back.
+            The tensors whose memory was moved or resized, and the tensors whose bytes have changed.
         """
-        moved, written, lost = [], [], []
+        moved, written = [], []
         for key, storage in self._storages.items():
             if storage.restore_size():
                 moved += [name for one in storage.ranges for _, _, name in one.names]
             for one in storage.ranges if is_last or key in followed else ():
                 live = storage.flat[one.start : one.end]
-                if one.copy is not None and any(
-                    name in overwritten and (start, end) == (one.start, one.end) for start, end, name in one.names
-                ):
+                if any(name in overwritten and (start, end) == (one.start, one.end) for start, end, name in one.names):
                     if is_last:
                         live.copy_(one.copy)
-                elif one.copy is None:
-                    if _digest(live) != one.digest:
-                        written += [name for _, _, name in one.names if key not in followed]
-                        lost += [name for _, _, name in one.names]
                 elif not _equal(live, one.copy):
                     for start, end, name in one.names:
                         inside = slice(start - one.start, end - one.start)
                         if key not in followed and not _equal(live[inside], one.copy[inside]):
                             written.append(name)
                     live.copy_(one.copy)
-        return moved, written, lost
+        return moved, written
 
 
 def _joined(ranges: list[_Range]) -> Iterator[_Range]:
@@ -172,12 +296,17 @@ def _joined(ranges: list[_Range]) -> Iterator[_Range]:
         yield one
 
 
-def _temporary(size: int) -> torch.Tensor | None:
-    """Return the bytes of an unlinked file; None if there is no room for it."""
+def _temporary(size: int) -> torch.Tensor:
+    """Return the bytes of an unlinked file; raises RefusedError if the disk has no room for it."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
     folder = tempfile.gettempdir()
     free = os.statvfs(folder)
-    if not 0 < size < SHARE * free.f_bavail * free.f_frsize:
-        return None
+    if size >= SHARE * free.f_bavail * free.f_frsize:
+        raise RefusedError(
+            f"{size} bytes of the engine's tensors cannot be copied while its layout is learned: main memory and "
+            f"{folder} are short; make room, or set TMPDIR to a larger file system"
+        )
     with tempfile.NamedTemporaryFile(dir=folder, prefix="refitd-") as file:
         os.truncate(file.name, size)
         return torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
@@ -193,13 +322,6 @@ def _available() -> int:
 def _chunks(flat: torch.Tensor) -> Iterator[torch.Tensor]:
     for start in range(0, flat.numel(), CHUNK):
         yield flat[start : start + CHUNK]
-
-
-def _digest(flat: torch.Tensor) -> bytes:
-    state = xxhash.xxh3_128()
-    for chunk in _chunks(flat):
-        state.update(chunk.cpu().numpy().data)
-    return state.digest()
 
 
 def _equal(live: torch.Tensor, copy: torch.Tensor) -> bool:

@@ -1,73 +1,216 @@
-"""Keep an engine as it was while its loader is traced: its modules' attributes, its tensors, and their bytes."""
+"""Restores an engine after its loader was traced: its modules' attributes, its tensors, and their bytes."""
 
 from __future__ import annotations
 
 import collections
-import tempfile
+import enum
+import functools
+import gc
+import itertools
+import logging
+import threading
 import time
 import types
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from refitd.errors import PlanError, RefusedError
-from refitd.tracing.engine_objects import (
-    ATOMS,
-    CONTAINERS,
-    attributes,
-    engine_modules,
-    items,
-    joined,
-    reached,
-    tensors_of,
-)
+from refitd.errors import PlanError
 from refitd.tracing.held_bytes import HeldBytes, is_plain, place_of, storage_key
 
 Load = Callable[..., object]
 
-# Objects of an engine's modules that are looked at.
+# Maximum number of examined objects that a loader reaches.
+MAX_REACHED = 50_000
+
+CONTAINERS = (dict, list, set, collections.deque)
+_SHARED = (  # an object with such an attribute is shared with other threads
+    type(threading.Lock()),
+    type(threading.RLock()),
+    threading.Condition,
+    threading.Event,
+    threading.Thread,
+    threading.local,
+)
+_OPAQUE = (
+    *_SHARED,
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.FunctionType,
+    types.MethodType,
+    types.CodeType,
+    types.GeneratorType,
+    functools.partial,
+    enum.Enum,
+    logging.Logger,
+    torch.Generator,
+)
+ATOMS = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def joined(name: str, key: object) -> str:
+    """Return the name of an attribute or item."""
+    return ".".join(str(part) for part in (name, key) if part != "")
+
+
+def attributes(value: object) -> dict[str, Any] | None:
+    """Return the attributes of an object; None if it has none or is shared with other threads."""
+    if isinstance(value, _OPAQUE):
+        return None
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except (AttributeError, RuntimeError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    if not isinstance(value, torch.nn.Module) and any(isinstance(item, _SHARED) for item in list(found.values())):
+        return None
+    return found
+
+
+def items(value: Any) -> list[tuple[Any, Any]]:
+    """Return the places of a container, or of a closure's variable, and their values."""
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, types.CellType):
+        try:
+            return [("cell_contents", value.cell_contents)]
+        except ValueError:
+            return []
+    return list(enumerate(value))
+
+
+def tensors_of(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a tensor, the tensors of a module, or those directly in a container, by name."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, torch.nn.Module):
+        for label, tensor in itertools.chain(value.named_parameters(), value.named_buffers()):
+            yield joined(name, label), tensor
+    elif isinstance(value, (*CONTAINERS, tuple)):
+        for key, item in items(value):
+            if isinstance(item, torch.Tensor):
+                yield joined(name, key), item
+
+
+def reached(params: Mapping[str, torch.Tensor], load_fn: Load) -> Iterator[Any]:
+    """Yield the containers, closures' variables and modules that a loader reaches, the nearest first."""
+    todo: collections.deque[Any] = collections.deque([params, load_fn])
+    seen: dict[int, object] = {}
+    while todo and len(seen) < MAX_REACHED:
+        value = todo.popleft()
+        if value is None or isinstance(value, (*ATOMS, torch.Tensor)) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, torch.nn.Module):
+            yield value
+        elif isinstance(value, (*CONTAINERS, tuple, types.CellType)):
+            yield value
+            todo.extend(item for _, item in items(value))
+        elif isinstance(value, types.MethodType):
+            todo.extend((value.__self__, value.__func__))
+        elif isinstance(value, functools.partial):
+            todo.extend((value.func, value.args, value.keywords))
+        elif isinstance(value, types.FunctionType):
+            yield value.__globals__
+            todo.extend(value.__closure__ or ())
+            todo.extend((value.__defaults__, value.__kwdefaults__))
+            todo.extend(value.__globals__.get(name) for name in _global_names(value.__code__))
+        elif not isinstance(value, _OPAQUE) and isinstance(found := getattr(value, "__dict__", None), dict):
+            yield found
+            todo.extend(found.values())
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _global_names(constant)
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters, buffers and tensors of a module, not of its submodules."""
+    attributes = vars(module)
+    for held in (attributes, attributes.get("_parameters") or {}, attributes.get("_buffers") or {}):
+        for item in held.values():
+            if isinstance(item, torch.Tensor):
+                yield item
+
+
+def engine_modules(
+    params: Mapping[str, torch.Tensor], load_fn: Load, reached: list[Any]
+) -> list[tuple[str, torch.nn.Module]]:
+    """Return the modules that hold one of the given tensors, or its memory, and the modules around them.
+
+    A loader changes objects that it reaches. If some tensors belong to no module that it reaches, all modules that the
+    garbage collector knows are searched, too (except modules from before `gc.freeze`).
+    """
+    own = getattr(load_fn, "__self__", None)
+    keys = {key for tensor in params.values() if (key := storage_key(tensor))}
+    found: dict[int, torch.nn.Module] = {}
+    for value in (*reached, own):
+        if isinstance(value, torch.nn.Module):
+            found.update((id(module), module) for module in value.modules())
+    if keys - {storage_key(tensor) for module in found.values() for tensor in _own_tensors(module)}:
+        objects = gc.get_objects()
+        kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.nn.Module)}
+        found.update((id(value), value) for value in objects if type(value) in kinds)
+        del objects
+    parents: dict[int, list[int]] = {}
+    engine: list[int] = [id(own)] if isinstance(own, torch.nn.Module) else []
+    for number, module in found.items():
+        for child in (vars(module).get("_modules") or {}).values():
+            parents.setdefault(id(child), []).append(number)
+        if any(storage_key(tensor) in keys for tensor in _own_tensors(module)):
+            engine.append(number)
+    belongs: set[int] = set()
+    while engine:
+        number = engine.pop()
+        if number not in belongs:
+            belongs.add(number)
+            engine.extend(parents.get(number, ()))
+    return [("", found[number]) for number in belongs if not belongs.intersection(parents.get(number, ()))]
+
+
+# Maximum number of examined objects of an engine's modules.
 MAX_OBJECTS = 500_000
 
-# Bytes of a tensor that is a plain attribute, not a parameter or buffer: a larger one is a cache, which loaders leave.
+# Maximum bytes of a tensor that is a plain attribute, not a parameter or buffer: loaders do not write larger caches.
 MAX_ATTRIBUTE = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The state of an engine before a trace, kept to put it back.
+    """The saved state of an engine before a trace.
 
     Attributes:
         tensors: the number of its tensors.
         copied_bytes: bytes that were copied.
         file_bytes: the part in a temporary file, because main memory was short.
-        digested_bytes: bytes that only a digest is kept of, because both were short: a change is noticed, and cannot be
-            put back. Such an engine's layout cannot be proven.
-        seconds: the time for both, and for the comparisons afterwards.
+        seconds: the time for all of this, and for the comparisons afterwards.
     """
 
     tensors: int = 0
     copied_bytes: int = 0
     file_bytes: int = 0
-    digested_bytes: int = 0
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Changes that a loader has made in the engine around the trace; all of it has been put back but `lost`.
+    """Changes that a loader made in the engine around the trace; all are undone.
 
     Attributes:
-        replaced: tensors that were given other memory, or whose place in a module holds another tensor.
+        replaced: tensors that were given other memory, or were replaced in a module by another tensor.
         written: tensors whose bytes were written.
-        lost: those of `written` that are not as they were, because memory for a copy was short.
-        added: attributes that hold a tensor now and held none before.
+        added: attributes that are tensors now and were none before.
     """
 
     replaced: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
-    lost: tuple[str, ...] = ()
     added: tuple[tuple[str, torch.Tensor], ...] = ()
 
     def check(self) -> None:
@@ -78,11 +221,10 @@ class Changes:
         """
         self.check_memory()
         if self.written:
-            lost = f"{len(self.lost)} could not be put back, as memory was short: load the checkpoint again"
             raise PlanError(
                 f"{', '.join(self.written[:5])}: the loader writes {len(self.written)} tensors around the trace: "
-                "through numpy or a pointer, with dispatch modes disabled, or in a thread older than the trace; "
-                + (lost if self.lost else "put back")
+                "through numpy or a pointer, with dispatch modes disabled, or in a thread older than the trace; their "
+                "bytes were restored"
             )
 
     def check_memory(self) -> None:
@@ -93,12 +235,12 @@ class Changes:
         """
         if self.replaced:
             shown = ", ".join(self.replaced[:5])
-            raise PlanError(f"{shown}: the loader gives {len(self.replaced)} tensors other memory; put back")
+            raise PlanError(f"{shown}: the loader gives {len(self.replaced)} tensors other memory; it was restored")
 
 
 @dataclass(slots=True)
 class _Tensor:
-    """One tensor object, as it was. `alias` has its memory and view; `attributes` is its dictionary."""
+    """The saved state of one tensor object. `alias` has its memory and view; `attributes` is its dictionary."""
 
     name: str
     tensor: torch.Tensor
@@ -110,9 +252,9 @@ class _Tensor:
 
 @dataclass(slots=True)
 class _Slots:
-    """A container, as it was: attributes, a dictionary, a list, a set or a closure's variable.
+    """The saved state of a container: attributes, a dictionary, a list, a set or a closure's variable.
 
-    Only the engine's tensors are put back where `is_whole` is false: the rest is the loader's own.
+    If `is_whole` is false, only the engine's tensors are restored: the other items belong to the loader.
     """
 
     name: str
@@ -122,17 +264,20 @@ class _Slots:
 
 
 class Isolation:
-    """An engine as it was before a loader ran.
+    """The saved state of an engine before a loader runs.
 
-    Modules count as the engine's if one of the given tensors is theirs; so do the modules around and inside these.
+    A module belongs to the engine if it has one of the given tensors, or is around or inside such a module.
     """
 
     def __init__(self, params: Mapping[str, torch.Tensor], load_fn: Load) -> None:
-        """Look at the engine and copy its bytes; with little memory, to a file, and else take digests of them.
+        """Save the engine's state and copy its bytes, to memory or a file.
 
         Args:
             params: the engine's tensors by name.
-            load_fn: the loader; tensors of the engine are put back also where only it holds them.
+            load_fn: the loader; its own references to tensors of the engine are restored, too.
+
+        Raises:
+            RefusedError: neither main memory nor the disk has room.
         """
         began = time.perf_counter()
         self._tensors: dict[int, _Tensor] = {}
@@ -152,8 +297,8 @@ class Isolation:
 
     @property
     def held(self) -> Held:
-        """The kept bytes, and the time that this took so far."""
-        return Held(len(self._tensors), self._bytes.copied, self._bytes.filed, self._bytes.digested, self._seconds)
+        """The saved bytes, and the time spent so far."""
+        return Held(len(self._tensors), self._bytes.copied, self._bytes.filed, self._seconds)
 
     @property
     def others(self) -> dict[int, str]:
@@ -162,28 +307,16 @@ class Isolation:
         found = {storage_key(one.alias): one.name for one in self._tensors.values()}
         return {key: name for key, name in found.items() if key not in given}
 
-    def check_room(self) -> None:
-        """Refuse to have the engine's tensors written where no copy of some is kept.
-
-        Raises:
-            RefusedError: neither main memory nor the disk had room.
-        """
-        if self._bytes.digested:
-            raise RefusedError(
-                f"{self._bytes.digested} bytes of the engine's tensors have no copy while its layout is proven: main "
-                f"memory and {tempfile.gettempdir()} are short; make room, or set TMPDIR to a larger file system"
-            )
-
     def put_back(
         self, followed: Container[int] = (), overwritten: Container[str] = (), *, is_last: bool = True
     ) -> Changes:
-        """Put the engine back as it was; return what was changed around the trace.
+        """Restore the engine; return the changes that were made around the trace.
 
         Args:
-            followed: storages that operators have written, which is no change around the trace.
-            overwritten: tensors of them that were written whole, by name.
-            is_last: if false, the loader runs again: the bytes of `overwritten`, and of what is not `followed`, are put
-                back and compared by a later call.
+            followed: storages that operators have written; such writes are no changes around the trace.
+            overwritten: names of tensors in these storages that were written whole.
+            is_last: if false, the loader runs again, and a later call restores and compares the bytes of `overwritten`
+                and of storages outside `followed`.
         """
         began = time.perf_counter()
         memory = {storage_key(one.alias) for one in self._tensors.values()}
@@ -205,15 +338,15 @@ class Isolation:
         for one in self._tensors.values():
             if _put_back_tensor(one):
                 replaced[one.name] = None
-        moved, written, lost = self._bytes.put_back(followed, overwritten, is_last=is_last)
+        moved, written = self._bytes.put_back(followed, overwritten, is_last=is_last)
         replaced.update(dict.fromkeys(moved))
         self._seconds += time.perf_counter() - began
-        return Changes(tuple(replaced), tuple(written), tuple(lost), tuple(added))
+        return Changes(tuple(replaced), tuple(written), tuple(added))
 
-    # --- what belongs to the engine -----------------------------------------------------------------------
+    # --- finding the objects of the engine -----------------------------------------------------------------------
 
     def _add(self, label: str, root: object) -> None:
-        """Keep an object of the engine, with all that it holds."""
+        """Save an object of the engine, and everything inside it."""
         todo: list[tuple[str, object, bool]] = [(label, root, False)]
         while todo and len(self._seen) < MAX_OBJECTS:
             name, value, is_registered = todo.pop()
@@ -243,7 +376,7 @@ class Isolation:
             self._bytes.add(name, alias)
 
     def _add_reached(self, value: object) -> None:
-        """Keep a place outside modules that holds tensors of the engine."""
+        """Save a container outside modules that has tensors of the engine."""
         if id(value) in self._seen or not isinstance(value, (dict, list, types.CellType)):
             return
         if not any(id(item) in self._tensors for _, item in items(value)):
@@ -253,7 +386,7 @@ class Isolation:
         self._slots.append(_Slots("", value, saved, is_whole=False))
 
 
-# --- putting back -------------------------------------------------------------------------------------------
+# --- restoring -------------------------------------------------------------------------------------------
 
 
 def _differences(slots: _Slots) -> list[tuple[str, Any, Any]]:
@@ -274,7 +407,7 @@ def _put_back_slots(slots: _Slots) -> None:
     elif isinstance(target, dict) and not slots.is_whole:
         target.update(saved)
     elif isinstance(target, dict) and len(target) == len(saved) and list(target) == list(saved):
-        target.update(saved)  # no moment without the other items
+        target.update(saved)  # without emptying it: other threads may read it
     else:
         target.clear()
         if isinstance(target, collections.deque):
@@ -284,7 +417,7 @@ def _put_back_slots(slots: _Slots) -> None:
 
 
 def _put_back_tensor(one: _Tensor) -> bool:
-    """Put back a tensor's class, memory and view; return whether it had other memory."""
+    """Restore a tensor's class, memory and view; return whether it had other memory."""
     if one.tensor.device != one.alias.device:  # `torch.utils.swap_tensors`; `data` takes memory of this device only
         torch.utils.swap_tensors(one.tensor, torch.empty_like(one.alias))
     if vars(one.tensor) is not one.attributes:

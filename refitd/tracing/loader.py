@@ -12,19 +12,17 @@ import torch
 
 from refitd.describe.casts import cast_number
 from refitd.describe.layout import row_major
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.tiles import Repeat, Tile
-from refitd.describe.walks import Axis, Laid, Walk, along
+from refitd.describe.metadata import ParameterMetadata, Repeat, Tile
 from refitd.dtypes import dtype_name
 from refitd.errors import PlanError, RefusedError
 from refitd.text import nearest
-from refitd.tracing.comparison import differing, tiles_of
+from refitd.tracing.held_bytes import differing, tiles_of
 from refitd.tracing.isolation import Held, Isolation
-from refitd.tracing.memory import Origin, Written, bits_of
 from refitd.tracing.probes import Proof, prove
 from refitd.tracing.threads import TRACING, Following, ThreadRaised, around
 from refitd.tracing.tracer import Shape, Tracer
 from refitd.tracing.values import site_of
+from refitd.tracing.walks import Axis, Laid, Origin, Walk, Written, along, bits_of
 
 # Limit on the units of one tensor that are tracked where its writes overlap, four bytes each.
 MAX_PAINTED = 1 << 28
@@ -35,16 +33,17 @@ class LoaderTrace:
     """The moves that a loader makes with each canonical tensor.
 
     Attributes:
-        metadata: by the engine's name, what each tensor is made of; for `register_target(metadata=)`.
-        computed: the engine's tensors that hold anything but copies (quantised, packed, summed), with the canonical
-            tensors that they are made of; also attributes to which the loader binds tensors that it makes. They cannot
-            be refitted; declare them as `Derived`.
+        metadata: by the engine's name, the description of each tensor; for `register_target(metadata=)`.
+        computed: the engine's tensors with other content than copies (quantised, packed, summed), each with its
+            canonical sources; also attributes to which the loader binds tensors that it makes. They cannot be refitted;
+            declare them as `Derived`.
         untouched: the engine's tensors that the loader does not write.
         unused: canonical tensors that the loader does not use.
-        held: what was kept to put the engine back as it was: bytes and time.
-        proof: how the layout was proven on values that the loader has not seen; None if the engine's tensors have no
+        held: the bytes that were saved to restore the engine, and the time for it.
+        proof: how the layout was proven on values that are new to the loader; None if the engine's tensors have no
             values (the meta device).
-        reasons: for tensors of `computed` that the trace took for copies, by name: where the loader gave other values.
+        reasons: for tensors of `computed` that looked like copies, by name: the probe on which the loader gave other
+            values.
     """
 
     metadata: dict[str, ParameterMetadata]
@@ -56,13 +55,13 @@ class LoaderTrace:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def problems(self) -> list[str]:
-        """Return one line for each tensor that no refit would keep up to date."""
+        """Return one line for each tensor that a refit cannot update."""
         found = [
             f"{name}: computed from {', '.join(sources[:5]) or 'constants'}"
             + (f" ({self.reasons[name]})" if name in self.reasons else "")
             for name, sources in self.computed.items()
         ]
-        return found + [f"{name}: the loader takes nothing of it" for name in self.unused]
+        return found + [f"{name}: the loader does not use it" for name in self.unused]
 
 
 def trace_loader(
@@ -72,30 +71,30 @@ def trace_loader(
     *,
     owner_rank: int | None = None,
 ) -> LoaderTrace:
-    """Run a loader on tensors without values, and return which element of which canonical tensor goes where.
+    """Run a loader on tensors without values, and return the destination of every canonical element.
 
     The loader may slice, transpose, reshape, concatenate, stack, repeat, pad with a constant and convert; it writes
     with `copy_`, `fill_` or `load_state_dict`, in threads, too.
 
-    Afterwards the loader runs on checkpoints of made-up values, in the engine's tensors, and must give them what the
-    layout says, bit for bit; a tensor that differs is `computed`. The engine must not serve before this returns. Then
-    it is as it was, also on error: its modules, their attributes, and the bytes of their tensors, of which a copy is
-    kept. Tensors on the meta device prove no layout.
+    Afterwards the loader runs on checkpoints of made-up values, in the engine's tensors. Its result must equal the
+    layout's, bit for bit; a tensor that differs is `computed`. The engine must not serve before this returns. Its
+    modules, their attributes, and the bytes of their tensors are copied first and restored afterwards, also on error.
+    Tensors on the meta device prove no layout.
 
     Args:
-        params: the engine's tensors by its own names, on any device (also meta): the Parameters themselves where the
-            loader may give one other memory (`p.data = ...`), so that this is found, undone and refused.
+        params: the engine's tensors by its own names, on any device (also meta). Pass the Parameters themselves if the
+            loader may give one other memory (`p.data = ...`): this is then found, undone and refused.
         load_fn: takes (canonical name, tensor) pairs, as `load_weights` of vLLM's models does.
         shapes: shape and dtype of every canonical tensor.
         owner_rank: for the descriptions.
 
     Raises:
-        PlanError: the loader replaces a tensor, writes it through something that is not followed, leaves parts of one
-            unwritten, writes others for other values, or starts a process; by name.
-        RefusedError: the loader itself raises, as it does for a name that it does not know, or raises for all kinds of
-            made-up values; or there is no room for a copy of the engine's tensors.
+        PlanError: the loader replaces a tensor, writes it in a way that is not followed, writes only parts of one,
+            writes other tensors for other values, or starts a process; by name.
+        RefusedError: the loader itself raises, for example for an unknown name, or raises for all kinds of made-up
+            values; or memory and disk have no room for a copy of the engine's tensors.
     """
-    with TRACING:  # before the engine is looked at: another trace may have its own values in it
+    with TRACING:  # before the engine is examined: another trace may have written its own values
         return _traced(params, load_fn, shapes, owner_rank)
 
 
@@ -141,7 +140,7 @@ def _proven(
     """Return the trace with its proof; tensors that differ from the layout on a probe are computed."""
     proof, refuted = prove(trace.metadata, trace.untouched, tracer.written, others, isolation, load_fn, tracer.shapes)
     reasons = {
-        name: f"it looked like a copy, and on probe {found.probe} differs from {found.source or 'a constant'}"
+        name: f"it looked like a copy, but on probe {found.probe} differs from {found.source or 'a constant'}"
         for name, found in refuted.items()
     }
     return replace(
@@ -190,7 +189,7 @@ def _result(tracer: Tracer, owner_rank: int | None) -> LoaderTrace:
 
 
 class _SeveralDtypes(PlanError):
-    """A tensor of the engine is made of canonical tensors of several dtypes."""
+    """A tensor of the engine has elements of canonical tensors of several dtypes."""
 
 
 def _sources(meta: ParameterMetadata) -> tuple[str, ...]:
@@ -198,11 +197,11 @@ def _sources(meta: ParameterMetadata) -> tuple[str, ...]:
 
 
 def _described(written: Written, owner_rank: int | None) -> ParameterMetadata | None:
-    """Return the description of one of the engine's tensors; None if it holds no element of a canonical tensor.
+    """Return the description of one of the engine's tensors; None if it has no element of a canonical tensor.
 
     Raises:
         PlanError: parts of it are not written.
-        _SeveralDtypes: it is made of canonical tensors of several dtypes.
+        _SeveralDtypes: it has elements of canonical tensors of several dtypes.
     """
     name, tensor = written.name, written.tensor
     if not any(isinstance(what, Origin) for _, what in written.writes):
@@ -214,7 +213,7 @@ def _described(written: Written, owner_rank: int | None) -> ParameterMetadata | 
     tiles = [tile for walk, origin in pieces for tile in _tiles(walk, origin)]
     dtypes = {dtype_name(origin.dtype) for _, origin in pieces}
     if len(dtypes) > 1:
-        raise _SeveralDtypes(f"{name}: made of tensors of several dtypes: {', '.join(sorted(dtypes))}")
+        raise _SeveralDtypes(f"{name}: has elements of tensors of several dtypes: {', '.join(sorted(dtypes))}")
     own, found = dtype_name(tensor.dtype), dtypes.pop()
     origins = {origin.name: origin for _, origin in pieces}
     (first,) = {origin.shape for origin in origins.values()} if len(origins) == 1 else (None,)
@@ -249,7 +248,7 @@ def _local(walk: Walk, tensor: torch.Tensor, name: str) -> Walk:
     moved = replace(walk, a=walk.a - int(tensor.storage_offset()))
     laid = list(along(moved.swapped(), dense))
     if len(laid) != 1:
-        raise PlanError(f"{name}: what is written to it runs across its dimensions")
+        raise PlanError(f"{name}: a write to it runs across its dimensions")
     logical = row_major(shape)
     (one,) = laid
     a = sum(c * logical[order[i]] for i, c in enumerate(one.start))
@@ -297,7 +296,7 @@ def _visible(
     seen = np.bincount(shown[shown >= 0], minlength=len(kept))
     left = numel - unit * int((shown < 0).sum())
     if left < numel:
-        raise PlanError(f"{name}: the loader writes {left} of its {numel} elements; the rest keeps what it holds")
+        raise PlanError(f"{name}: the loader writes {left} of its {numel} elements; the rest keeps its old values")
     shown_fills = (what for (_, what), count in zip(kept, seen, strict=True) if not isinstance(what, Origin) and count)
     fills = {bits_of(what): what for what in shown_fills}
     if len(fills) > 1:
@@ -306,7 +305,7 @@ def _visible(
     found = []
     for (walk, what), count, all_of_it in zip(kept, seen, cells, strict=True):
         if isinstance(what, Origin) and 0 < count < all_of_it:
-            raise PlanError(f"{name}: the loader writes parts of what it takes of {what.name} over again")
+            raise PlanError(f"{name}: the loader overwrites a part of its copy of {what.name}")
         if isinstance(what, Origin) and count:
             found.append((walk, what))
     return found, next(iter(fills.values()), None)
@@ -338,7 +337,7 @@ def _cut(laid: Laid, origin: Origin) -> Iterator[Tile]:
             extra.append(index)
     natural = row_major(tuple(size))
     stride = [n if s == 0 else s for s, n in zip(stride, natural, strict=True)]
-    # a repeat takes each element once; those that overlap (`unfold`) are tiles of their own
+    # a repeat takes each element once; overlapping ones (`unfold`) become separate tiles
     moving = [i for i in extra if laid.dims[i] >= 0 and laid.steps[i] >= size[laid.dims[i]]]
     kept = max(moving, key=lambda i: laid.walk.axes[i].count, default=None)
     repeat = None
@@ -371,15 +370,15 @@ def check_layout(
     params: Mapping[str, torch.Tensor],
     weights: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Check that the engine holds now what the learned layout makes of the checkpoint that it was started with.
+    """Check that the engine's tensors equal the checkpoint that it was started with, by the learned layout.
 
-    A layout is right only if what the loader copies is what the engine computes with: some engines repack weights
+    A layout is useful only if the engine computes with the copies that its loader makes: some engines repack weights
     after loading.
 
     Args:
-        trace: what `trace_loader` has returned.
+        trace: the result of `trace_loader`.
         params: the engine's tensors, with their values.
-        weights: the checkpoint, one canonical tensor after the other; those that no tensor is made of are passed over.
+        weights: the checkpoint, one canonical tensor after the other; unused ones are skipped.
 
     Raises:
         RefusedError: names the tensors that differ, or that the checkpoint lacks.
@@ -388,9 +387,9 @@ def check_layout(
     if found:
         shown = "; ".join(f"{local} (from {name or 'nothing, but filled'})" for local, name in list(found.items())[:5])
         raise RefusedError(
-            f"{len(found)} tensors do not hold what the loader copies from the checkpoint: {shown}. The engine "
+            f"{len(found)} tensors differ from the loader's copy of the checkpoint: {shown}. The engine "
             "repacks them after loading, or was started with another checkpoint; declare them as Derived, or start it "
-            "with the checkpoint that was given"
+            "with the given checkpoint"
         )
     if lacking:
         known = nearest(lacking[0], trace.unused)

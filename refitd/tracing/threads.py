@@ -20,13 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 
 from refitd.errors import PlanError, RefusedError
 from refitd.tracing.held_bytes import storage_key
-from refitd.tracing.operators import tensors_in, written_by
+from refitd.tracing.values import tensors_in, written_by
 
-# How long a trace waits for threads that still run when the loader has returned.
+# Seconds that a trace waits for running threads after the loader has returned.
 DEADLINE_S = 10.0
 
-# One trace at a time: each replaces methods of `threading` and of pools, and holds values of its own in an engine, and
-# puts both back.
+# One trace at a time: a trace temporarily replaces methods of `threading` and of pools, and values in an engine.
 TRACING = threading.RLock()
 
 # Threads of a pool outlive a loader. Their tasks are followed, one by one.
@@ -34,26 +33,26 @@ _WORKERS = (concurrent.futures.thread._worker, multiprocessing.pool.worker)  # t
 
 
 def around(exc: BaseException) -> str:
-    """Return the likely cause of a loader's error that torch words for tensors without values; "" for other errors."""
+    """Return the likely cause if a loader's error comes from tensors without values; "" for other errors."""
     if isinstance(exc, RuntimeError) and "set_data" in str(exc):
         return " The loader gives a tensor other memory (`p.data = ...`). Let it copy: `p.data.copy_(...)`"
     if not isinstance(exc, NotImplementedError) or "meta tensor" not in str(exc):
         return ""
     return (
-        " The loader copies tensors around the trace: in a thread of its own that is older than the trace, or with "
-        "dispatch modes disabled. Let it start its threads, or submit to a ThreadPoolExecutor, while it loads"
+        " The loader copies tensors around the trace: in a thread that is older than the trace, or with dispatch modes "
+        "disabled. Let it start its threads, or submit to a ThreadPoolExecutor, while it loads"
     )
 
 
 class ThreadRaised(RefusedError):
-    """A thread or a task of the loader has raised, and the loader has returned."""
+    """A thread or a task of the loader has raised, although the loader has returned."""
 
 
 class Operators(Protocol):
     """A tracer: it is called with each operator of a loader.
 
     Attributes:
-        functions: follows the loader's calls of torch's Python functions; None if none has to.
+        functions: follows the loader's calls of torch's Python functions; None if they need not be followed.
         is_for_threads: it needs no operators of the thread that calls the loader.
     """
 
@@ -64,7 +63,7 @@ class Operators(Protocol):
         """Perform one operator."""
 
     def is_followed(self, tensor: torch.Tensor) -> bool:
-        """Whether a thread that uses this tensor must end before the loader's run does."""
+        """Whether a thread that uses this tensor must end before the loader's run ends."""
 
 
 class _Work:
@@ -92,13 +91,13 @@ class _Mode(TorchDispatchMode):
 
 
 class Following:
-    """Runs a loader under a tracer, in its own thread and in those that it starts or hands work to.
+    """Runs a loader under a tracer, in its thread, in threads that it starts, and in pools that it submits to.
 
-    Threads and tasks of a pool are followed if a followed thread starts or submits them: also where the pool is older
-    than the trace. Other threads of the process are left alone. Operators of several threads are traced one by one.
+    Threads and tasks of a pool are followed if a followed thread starts or submits them, even if the pool is older than
+    the trace. Other threads of the process are not followed. Operators of several threads are traced one by one.
 
     Attributes:
-        written: the storages of `others` that operators have written, and a tensor in each.
+        written: the storages of `others` that operators have written, with a tensor in each.
     """
 
     def __init__(self, tracer: Operators, others: Mapping[int, str]) -> None:
@@ -115,11 +114,11 @@ class Following:
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """Follow what runs inside, and wait for its threads.
+        """Follow the code inside the block, and wait for its threads.
 
         Raises:
-            PlanError: a thread still copies when the deadline ends, the loader starts a process, or it has caught an
-                error by which the tracer refused it.
+            PlanError: a thread still copies at the deadline, the loader starts a process, or it has caught a refusal of
+                the tracer.
             ThreadRaised: a thread or a task of a pool raised, and the loader has returned.
         """
         with TRACING, contextlib.ExitStack() as stack:
@@ -158,7 +157,7 @@ class Following:
                 except PlanError as exc:
                     self._refusals.append(exc)
                     raise
-                except NotImplementedError as exc:  # the size or the result of it depends on values
+                except NotImplementedError as exc:  # its result or the size of it depends on values
                     self._refusals.append(PlanError(f"the loader calls {func}, which needs values: {exc}"))
                     raise
         if work.is_late and any(map(self._tracer.is_followed, tensors_in((args, kwargs)))):
@@ -197,7 +196,7 @@ class Following:
         return run
 
     def _watched(self, fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Return a function that keeps the error that another one raises: a thread's error is otherwise lost."""
+        """Return a function that records errors of another one: a thread's error is otherwise lost."""
 
         @functools.wraps(fn, assigned=("__name__", "__doc__"), updated=())
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -231,7 +230,7 @@ class Following:
     def _leave(self) -> None:
         self._here.work = None
 
-    # --- where threads begin ----------------------------------------------------------------------------------
+    # --- starting threads ----------------------------------------------------------------------------------
 
     def _replace_methods(self, stack: contextlib.ExitStack) -> None:
         """Replace the methods that start threads and processes, until the stack closes."""
@@ -293,7 +292,7 @@ class Following:
             future = original(pool, followed, *args, **kwargs)
             with self._ended:
                 work.left += 1
-            future.add_done_callback(lambda _: self._end(work))  # also where it is cancelled
+            future.add_done_callback(lambda _: self._end(work))  # also if it is cancelled
             return future
 
         return submit

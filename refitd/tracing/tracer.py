@@ -1,4 +1,4 @@
-"""Follow a loader: record every move of elements between tensors without values; taint the results of all else."""
+"""Follow a loader: record every move of elements between tensors without values, and taint all other results."""
 
 from __future__ import annotations
 
@@ -12,43 +12,44 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from refitd.describe.layout import row_major
-from refitd.describe.walks import Laid, Walk, along, inside, walk_between
 from refitd.errors import PlanError, RefusedError
-from refitd.tracing.comparison import bytes_of
-from refitd.tracing.memory import (
-    Origin,
-    OriginBox,
-    TracedStorage,
-    Written,
-    bits_of,
-    constant_walk,
-    grid_of,
-    meets,
-    ordered_like,
-    overlap,
-    span_of,
-    view_of,
-    walk_through,
-)
-from refitd.tracing.operators import (
+from refitd.tracing.held_bytes import bytes_of, storage_key
+from refitd.tracing.values import (
     FACTORIES,
     HARMLESS,
     LAZY,
     SAME,
+    Reader,
+    Reads,
     is_lossless,
     tensors_in,
     without_values,
     written_by,
 )
-from refitd.tracing.values import Reader, Reads
+from refitd.tracing.walks import (
+    Laid,
+    Origin,
+    OriginBox,
+    TracedStorage,
+    Walk,
+    Written,
+    along,
+    bits_of,
+    constant_walk,
+    grid_of,
+    inside,
+    meets,
+    ordered_like,
+    overlap,
+    span_of,
+    view_of,
+    walk_between,
+    walk_through,
+)
 
 aten = torch.ops.aten
 
 Shape = Sequence[int]
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 class Tracer(TorchDispatchMode):
@@ -68,9 +69,11 @@ class Tracer(TorchDispatchMode):
         self.last = ""
         for name, tensor in params.items():
             if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-                raise RefusedError(f"{name}: {type(tensor).__name__} is no dense tensor, whose loading can be followed")
+                raise RefusedError(
+                    f"{name}: {type(tensor).__name__} is no dense tensor; the trace follows dense ones only"
+                )
             plain = tensor.detach()
-            self.written.setdefault(_key(plain), []).append(Written(name, plain))
+            self.written.setdefault(storage_key(plain), []).append(Written(name, plain))
         self._spans = sorted((*span_of(one[0].tensor), one[0].name) for one in self.written.values())
 
     def canonical(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -80,7 +83,7 @@ class Tracer(TorchDispatchMode):
             tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
             size = tuple(tensor.shape)
             origin = Origin(name, size, dtype)
-            self._memories[_key(tensor)] = TracedStorage(
+            self._memories[storage_key(tensor)] = TracedStorage(
                 tensor, size, [OriginBox((0,) * len(size), size, origin, 0, row_major(size))]
             )
             self.given.append(name)
@@ -92,7 +95,7 @@ class Tracer(TorchDispatchMode):
         return self._is_ours(tensor)
 
     def sources_of(self, tensor: torch.Tensor) -> tuple[str, ...]:
-        """Return the canonical tensors that a tensor is made of."""
+        """Return the names of a tensor's canonical sources."""
         return tuple(sorted(self._names(tensor)))
 
     # --- operators ----------------------------------------------------------------------------------------
@@ -104,8 +107,7 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._scalars:
             self.reader.use((*args, *kwargs.values()))
-        tensors = list(tensors_in((args, kwargs)))
-        writes = written_by(func, args, kwargs)
+        tensors, writes = list(tensors_in((args, kwargs))), written_by(func, args, kwargs)
         if [id(write) for write in writes] not in ([], [id(args[0])] if args else []):
             return self._overwrite(func, writes, tensors) if any(map(self._is_ours, tensors)) else func(*args, **kwargs)
         target = writes[0] if writes else None
@@ -113,7 +115,7 @@ class Tracer(TorchDispatchMode):
             return self._write(func, target, args, kwargs)
         if not any(self._is_ours(t) for t in tensors):
             return func(*args, **kwargs)
-        if target is not None:  # a tensor of the loader's own; follow it from now on
+        if target is not None:  # a tensor that the loader made; follow it from now on
             self._adopt(target)
             return self._write(func, target, args, kwargs)
         packet = func.overloadpacket
@@ -133,7 +135,7 @@ class Tracer(TorchDispatchMode):
         made = without_values(func, args, kwargs)
         ordered = ordered_like(made) if isinstance(made, torch.Tensor) else made
         self._follow(packet, args, kwargs, ordered, tensors)
-        if ordered is not made and (memory := self._memories.get(_key(ordered))) is not None:
+        if ordered is not made and (memory := self._memories.get(storage_key(ordered))) is not None:
             memory.is_reordered = True
         return ordered
 
@@ -148,15 +150,15 @@ class Tracer(TorchDispatchMode):
         memory = TracedStorage(ordered, tuple(ordered.shape), fill=fill, is_reordered=ordered is not made)
         if value is not None and fill is None:
             memory.is_tainted, memory.tainted = True, self._scalar_names()
-        self._memories[_key(ordered)] = memory
+        self._memories[storage_key(ordered)] = memory
         return ordered
 
     def _is_reordered(self, tensor: torch.Tensor) -> bool:
-        memory = self._memories.get(_key(tensor))
+        memory = self._memories.get(storage_key(tensor))
         return memory is not None and memory.is_reordered
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
-        key = _key(tensor)
+        key = storage_key(tensor)
         return key in self.written or key in self._memories
 
     def _adopt(self, tensor: torch.Tensor) -> None:
@@ -165,20 +167,15 @@ class Tracer(TorchDispatchMode):
         Raises:
             PlanError: it is memory of the engine's under another storage (`torch.from_numpy(p.numpy())`).
         """
-        start, end = span_of(tensor)
+        (start, end), key = span_of(tensor), storage_key(tensor)
         before = bisect.bisect_left(self._spans, (end,)) - 1
         if start and before >= 0 and self._spans[before][1] > start:
             raise PlanError(
                 f"{self._spans[before][2]}: the loader writes it through memory that numpy or DLPack share with it"
             )
-        key = _key(tensor)
-        nbytes = tensor.untyped_storage().nbytes()
-        count = nbytes // tensor.element_size()
+        count = tensor.untyped_storage().nbytes() // tensor.element_size()
         base = tensor.as_strided((count,), (1,), 0)
-        values = None if base.device.type == "meta" else base
-        fill = None
-        if values is not None:
-            fill = self._uniform(values)
+        fill = None if base.device.type == "meta" else self._uniform(base)
         self._memories[key] = TracedStorage(base, grid_of(tensor, count), fill=fill)
 
     def _follow(
@@ -189,14 +186,14 @@ class Tracer(TorchDispatchMode):
             memory = TracedStorage(made, tuple(made.shape))
             try:
                 if self._moves(packet, args, kwargs, memory):
-                    self._memories[_key(made)] = memory
+                    self._memories[storage_key(made)] = memory
                     return
             except PlanError:
                 pass
         sources = frozenset().union(*(self._names(t) for t in tensors))
         self.used |= sources
         for tensor in tensors_in(made):
-            self._memories[_key(tensor)] = TracedStorage(tensor, (), tainted=sources, is_tainted=True)
+            self._memories[storage_key(tensor)] = TracedStorage(tensor, (), tainted=sources, is_tainted=True)
 
     def _moves(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], memory: TracedStorage) -> bool:
         """Record the moves of an operator that only moves elements; return False for any other operator."""
@@ -271,7 +268,7 @@ class Tracer(TorchDispatchMode):
         """Record that a box of new memory holds a tensor's elements."""
         if not part.numel():
             return
-        source = self._memories.get(_key(part))
+        source = self._memories.get(storage_key(part))
         if source is None:
             self._fill(memory, self._uniform(part))
             return
@@ -297,8 +294,8 @@ class Tracer(TorchDispatchMode):
         memory.fill = value
 
     def _uniform(self, tensor: torch.Tensor) -> float | None:
-        """Return the constant that one of the loader's own tensors holds, by its bits; None if none can be told."""
-        if tensor.device.type == "meta" or not tensor.numel() or _key(tensor) in self.written:
+        """Return the constant in one of the loader's own tensors, by its bits; None if it has several values."""
+        if tensor.device.type == "meta" or not tensor.numel() or storage_key(tensor) in self.written:
             return None
         bits = bytes_of(tensor).view(-1, tensor.element_size())
         if not bool((bits == bits[:1]).all()):
@@ -312,8 +309,8 @@ class Tracer(TorchDispatchMode):
     def _constant(self, value: Any, dtype: torch.dtype) -> float | None:
         """Return the constant that memory of a dtype holds once this number is written to it.
 
-        None if no fill can say it: an integer beyond float64, a complex number, or, once the loader has had a value of
-        a canonical tensor, any number but zero.
+        None if no fill can express it: an integer beyond float64, a complex number, or, once the loader has used
+        a value of a canonical tensor, any number except zero.
         """
         if value and self._scalars:
             return None
@@ -339,23 +336,22 @@ class Tracer(TorchDispatchMode):
                 one = todo.pop()
                 double = [d for d in {*one.dims} if one.dims.count(d) > 1 or one.steps[one.dims.index(d)] != 1]
                 if not double:
-                    break_sizes = [1] * len(size)
-                    strides = [0] * len(size)
+                    sizes, strides = [1] * len(size), [0] * len(size)
                     for axis, dim in zip(one.walk.axes, one.dims, strict=True):
-                        break_sizes[dim], strides[dim] = axis.count, axis.a
+                        sizes[dim], strides[dim] = axis.count, axis.a
                     at = tuple(s + c for s, c in zip(start, one.start, strict=True))
-                    memory.boxes.append(OriginBox(at, tuple(break_sizes), box.origin, one.walk.a, tuple(strides)))
+                    memory.boxes.append(OriginBox(at, tuple(sizes), box.origin, one.walk.a, tuple(strides)))
                     continue
                 widest = max((i for i, d in enumerate(one.dims) if d == double[0]), key=lambda i: one.steps[i])
                 for i in range(one.walk.axes[widest].count):
                     todo.extend(along(one.walk.cut(widest, i, i + 1), size))
 
     def _names(self, tensor: torch.Tensor) -> frozenset[str]:
-        """Return the canonical tensors that a tensor is made of; for an engine's tensor, by the writes so far."""
-        memory = self._memories.get(_key(tensor))
+        """Return the canonical sources of a tensor; for an engine's tensor, of the writes so far."""
+        memory = self._memories.get(storage_key(tensor))
         if memory is not None:
             return memory.tainted | {box.origin.name for box in memory.boxes}
-        written = self.written.get(_key(tensor), ())
+        written = self.written.get(storage_key(tensor), ())
         return frozenset(
             origin.name for one in written for _, origin in one.writes if isinstance(origin, Origin)
         ).union(*(one.computed for one in written))
@@ -382,15 +378,15 @@ class Tracer(TorchDispatchMode):
         elif packet in HARMLESS:
             return func(*args, **kwargs)
         elif packet is aten.set_:
-            names = ", ".join(one.name for one in self.written.get(_key(target), ()))
-            raise PlanError(f"{names or 'a tensor'}: the loader gives it other memory; nothing has been replaced")
+            names = ", ".join(one.name for one in self.written.get(storage_key(target), ()))
+            raise PlanError(f"{names or 'a tensor'}: the loader gives it other memory; this was refused")
         else:
             others = frozenset().union(*(self._names(t) for t in tensors_in((args, kwargs))))
             self._compute(target, others)
         return target
 
     def _overwrite(self, func: Any, writes: list[torch.Tensor], tensors: list[torch.Tensor]) -> Any:
-        """Record an operator that writes to `out=`, a list or several tensors; these are not followed any further."""
+        """Record an operator that writes to `out=`, a list or several tensors; their contents count as computed."""
         returns = func._schema.returns
         sources = frozenset().union(*(self._names(t) for t in tensors))
         if any(returned.alias_info is None for returned in returns):
@@ -405,23 +401,19 @@ class Tracer(TorchDispatchMode):
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if not target.numel():
             return
-        memory = self._memories.get(_key(source))
-        if memory is None and _key(source) in self.written:
+        memory = self._memories.get(storage_key(source))
+        if memory is None and storage_key(source) in self.written:
             self._compute(target, self._names(source))  # the present content of one of the engine's own tensors
             return
         if memory is None:
             self._constant_copy(target, source)
             return
-        # rounded through an intermediate dtype, which no declared cast does; or bits that are taken for other numbers
+        # rounded through an intermediate dtype, which no declared cast does; or bits reinterpreted as other numbers
         if memory.is_tainted or memory.through - {target.dtype} or source.dtype != memory.keep.dtype:
             self._compute(target, self._names(source))
             return
         pieces: list[tuple[Walk, Origin]] = []
-        whole = walk_between(
-            tuple(target.shape),
-            view_of(target),
-            view_of(source),
-        )
+        whole = walk_between(tuple(target.shape), view_of(target), view_of(source))
         for laid in along(whole, memory.shape):
             for box in memory.boxes:
                 pieces += [(walk_through(piece, box), box.origin) for piece in inside(laid, box.start, box.size)]
@@ -439,7 +431,7 @@ class Tracer(TorchDispatchMode):
         self._record_fill(target, None if value is None else self._constant(value, target.dtype))
 
     def _record_fill(self, target: torch.Tensor, value: float | None) -> None:
-        """Record that a view of a tensor is filled with a constant; None: with values that cannot be followed."""
+        """Record that a view of a tensor is filled with a constant; None: with unknown values."""
         if value is None:
             self._compute(target, self._scalar_names())
         else:
@@ -447,11 +439,11 @@ class Tracer(TorchDispatchMode):
 
     def _compute(self, target: torch.Tensor, sources: frozenset[str]) -> None:
         self.used |= sources
-        for written in self.written.get(_key(target), ()):
+        for written in self.written.get(storage_key(target), ()):
             if meets(written.tensor, target):
                 written.is_computed = True
                 written.computed |= sources
-        memory = self._memories.get(_key(target))
+        memory = self._memories.get(storage_key(target))
         if memory is not None:
             memory.tainted |= sources | {box.origin.name for box in memory.boxes}
             memory.is_tainted = True
@@ -459,14 +451,14 @@ class Tracer(TorchDispatchMode):
     def _record(self, target: torch.Tensor, pieces: list[tuple[Walk, Origin]], fill: float | None) -> None:
         """Record the new content of a view of a tensor."""
         view = walk_between(tuple(target.shape), view_of(target), (0, row_major(tuple(target.shape))))
-        memory = self._memories.get(_key(target))
+        memory = self._memories.get(storage_key(target))
         if memory is not None and target.dtype != memory.keep.dtype:
             self._compute(target, frozenset(origin.name for _, origin in pieces))
             return
         if memory is not None:
             self._record_in(memory, view, pieces, fill)
             return
-        for written in self.written[_key(target)]:
+        for written in self.written[storage_key(target)]:
             if not meets(written.tensor, target):
                 continue
             if fill is not None:
@@ -478,7 +470,7 @@ class Tracer(TorchDispatchMode):
     def _record_in(
         self, memory: TracedStorage, view: Walk, pieces: list[tuple[Walk, Origin]], fill: float | None
     ) -> None:
-        """As `_record`, for memory of the loader's own: boxes are written once, or all of it over again."""
+        """As `_record`, for memory that the loader made: each box is written once, or all memory again."""
         total = prod(memory.shape)
         if view.count == total and (fill is not None or sum(walk.count for walk, _ in pieces) == total):
             memory.boxes, memory.fill, memory.through = [], None, frozenset()
@@ -488,7 +480,7 @@ class Tracer(TorchDispatchMode):
             return
         try:
             if fill is not None:
-                partly = memory.fill is None and view.count < prod(memory.shape)  # what the rest holds is not known
+                partly = memory.fill is None and view.count < prod(memory.shape)  # the other elements are unknown
                 if memory.boxes or partly or (memory.fill is not None and bits_of(memory.fill) != bits_of(fill)):
                     raise PlanError("filled again")
                 memory.fill = fill

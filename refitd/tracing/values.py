@@ -1,4 +1,4 @@
-"""Refuse a loader that reads values of traced tensors; numbers that it may write and not read."""
+"""The torch operators that the tracer follows, and the refusal of loaders that read values of traced tensors."""
 
 from __future__ import annotations
 
@@ -6,17 +6,98 @@ import operator
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from refitd.describe.walks import Walk, along, inside
 from refitd.errors import PlanError
 from refitd.tracing.held_bytes import storage_key
-from refitd.tracing.memory import Origin, TracedStorage, Written, meets, view_of, walk_through
+from refitd.tracing.walks import Origin, TracedStorage, Walk, Written, along, inside, meets, view_of, walk_through
+
+aten = torch.ops.aten
+
+# a copy in new memory
+SAME = frozenset(
+    {
+        aten.clone,
+        aten._to_copy,
+        aten.contiguous,
+        aten.lift_fresh_copy,
+        aten._reshape_copy,
+        aten.view_copy,
+        aten.alias_copy,
+        aten.detach_copy,
+    }
+)
+HARMLESS = frozenset({aten.requires_grad_, aten.detach_})
+# new memory shaped like a tensor, and its fill; None: uninitialized, or the fill is an argument
+FACTORIES: dict[Any, float | None] = {
+    aten.empty_like: None,
+    aten.new_empty: None,
+    aten.zeros_like: 0.0,
+    aten.new_zeros: 0.0,
+    aten.ones_like: 1.0,
+    aten.new_ones: 1.0,
+    aten.full_like: None,
+    aten.new_full: None,
+}
+LAZY = frozenset({aten._conj, aten._neg_view, aten.view_as_real, aten.view_as_complex})
+
+
+def without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on the meta device, without values."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device.type != "meta":
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if isinstance(value, list | tuple):
+            return type(value)(moved(v) for v in value)
+        return value
+
+    kwargs = {k: moved(v) for k, v in kwargs.items()}
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("meta")
+    return func(*moved(args), **kwargs)
+
+
+def is_lossless(held: torch.dtype, made: torch.dtype) -> bool:
+    """Whether a dtype can represent every value of another."""
+    if held == made:
+        return True
+    if held.is_floating_point != made.is_floating_point or held.is_complex != made.is_complex:
+        return False
+    try:
+        if held.is_floating_point:  # no promotion is defined for the types of eight bits
+            a, b = torch.finfo(held), torch.finfo(made)
+            smallest = a.smallest_normal * a.eps >= b.smallest_normal * b.eps
+            return a.eps >= b.eps and a.max <= b.max and a.min >= b.min and smallest
+        return made.itemsize > held.itemsize and torch.promote_types(held, made) == made
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments or results of an operator."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from tensors_in(value)
+    elif isinstance(values, dict):
+        yield from tensors_in(list(values.values()))
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operator writes, in the order of its schema: in place, in lists, and to `out=`."""
+    found: list[torch.Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))
+    return found
+
 
 OWN = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep)
 
@@ -30,7 +111,7 @@ def site_here() -> str:
 
 
 def site_of(exc: BaseException) -> str:
-    """Return the file and line of the innermost such call that an exception went through."""
+    """Return the file and line of the innermost such call in an exception's traceback."""
     frames = traceback.extract_tb(exc.__traceback__)
     found = [frame for frame in frames if not frame.filename.startswith(OWN)] or frames[-1:]
     return f"{found[-1].filename}:{found[-1].lineno}" if found else "an unknown line"
@@ -41,7 +122,7 @@ class Reader:
 
     Attributes:
         scalars: placeholders of elements of canonical tensors.
-        refusals: errors by which the loader was refused.
+        refusals: the errors that refused the loader.
     """
 
     def __init__(
@@ -50,14 +131,14 @@ class Reader:
         written: Mapping[int, Sequence[Written]],
         names: Callable[[torch.Tensor], frozenset[str]],
     ) -> None:
-        """Look into a tracer's memories and writes; `names` tells of which canonical tensors a tensor is made."""
+        """Use a tracer's memories and writes; `names` returns the canonical sources of a tensor."""
         self._memories, self._written, self._names = memories, written, names
         self.scalars: dict[float, tuple[Origin, int]] = {}
         self.refusals: list[PlanError] = []
         self._unused: dict[float, PlanError] = {}
 
     def is_unreadable(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has no values, or others than it will have: the loader has written it."""
+        """Whether a tensor has no values, or outdated ones: the loader has written it."""
         key = storage_key(tensor)
         written = self._written.get(key, ())
         return key in self._memories or any(
@@ -65,16 +146,16 @@ class Reader:
         )
 
     def refuse(self, tensor: torch.Tensor, use: str) -> NoReturn:
-        """Refuse the loader for reading a tensor, also if it catches this."""
+        """Refuse the loader for reading a tensor, even if it catches the error."""
         refusal = self._refusal(tensor, use)
         self.refusals.append(refusal)
         raise refusal
 
     def _refusal(self, tensor: torch.Tensor, use: str) -> PlanError:
-        names = ", ".join(sorted(self._names(tensor))[:5]) or "a tensor that it has written"
+        names = ", ".join(sorted(self._names(tensor))[:5]) or "a tensor that it wrote"
         return PlanError(
-            f"the loader reads {names} {use}, at {site_here()}: what it does then depends on values, which differ from "
-            "version to version; load without this, or declare what depends on it as Derived"
+            f"the loader reads {names} {use}, at {site_here()}: its result depends on values, which differ from "
+            "version to version; load without this read, or declare the dependent tensors as Derived"
         )
 
     def use(self, arguments: Iterable[object]) -> None:
@@ -84,7 +165,7 @@ class Reader:
                 self._unused.pop(value, None)
 
     def check(self) -> None:
-        """Refuse the loader, once it has returned, if it has caught a refusal, or compared a number and not used it."""
+        """Refuse the loader, once it has returned, if it caught a refusal, or compared a number without using it."""
         for refusal in (*self.refusals, *self._unused.values()):
             raise refusal
 
@@ -95,9 +176,9 @@ class Reader:
             self._lack(tensor)
 
     def number(self, tensor: torch.Tensor) -> float:
-        """Give the value of one element a number that is recognised when it is written.
+        """Return a placeholder for the value of one element; a later write of the placeholder is recognised.
 
-        From then on no other number is taken for a constant: it may have been computed with this one.
+        From then on no other number counts as a constant: it may have been computed from the placeholder.
         """
         found = self._element(tensor)
         if found is None:
@@ -111,12 +192,12 @@ class Reader:
 
     def _lack(self, tensor: torch.Tensor) -> NoReturn:
         names = ", ".join(sorted(self._names(tensor))[:5]) or "one of the engine's tensors"
-        refusal = PlanError(f"the loader needs a value of {names}, at {site_here()}: it is no plain copy")
+        refusal = PlanError(f"the loader needs a value of {names}, at {site_here()}: this is no plain copy")
         self.refusals.append(refusal)
         raise refusal
 
     def _element(self, tensor: torch.Tensor) -> tuple[Origin, int] | None:
-        """Return the canonical tensor that a lone element is of, and where it is there."""
+        """Return the canonical tensor of a single element, and its offset there."""
         memory = self._memories.get(storage_key(tensor))
         if memory is None or memory.is_tainted or memory.through or tensor.numel() != 1:
             return None
@@ -128,7 +209,7 @@ class Reader:
 
 
 class TracedNumber:
-    """The answer of `item()` for a traced tensor: a loader may write it and compute with it, and not read it.
+    """The answer of `item()` for a traced tensor: a loader may write it and compute with it, but not read it.
 
     A result of arithmetic counts as computed. Comparisons, conversions and uses as an index or a size are refused.
     """

@@ -1,21 +1,19 @@
-"""A worker's conversions in main memory: makes MXFP8 from what has arrived in a staging arena, in pieces."""
+"""A worker's conversions in main memory: convert received tensors in a staging arena to MXFP8, in pieces."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from refitd.addressing.conversions import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, check_piece
+from refitd.addressing.copies import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, check_piece
 from refitd.buffers.arena import MappedArena
-from refitd.copy_services.base import PreparedJob, RunResult
+from refitd.copy_services import PreparedJob, RunResult
 from refitd.errors import TransportError
-from refitd.mxfp8 import BLOCK, ROUNDINGS, Rounding, swizzled_bytes
-from refitd.transforms.mxfp8_format import Scratch, quantize, swizzle
+from refitd.mxfp8.format import BLOCK, ROUNDINGS, Rounding, Scratch, quantize, swizzle, swizzled_bytes
 
 PROGRESS_BYTES = 8 << 20
 
@@ -23,11 +21,11 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(slots=True)
-class _ThreadMemory:
-    """Buffers that one thread reuses between pieces, so that their pages are touched once."""
+class _Buffers:
+    """Buffers that are reused between pieces, because the first touch of a page is slow."""
 
     scratch: Scratch
-    rows: Bytes  # row-major scales of a piece to be swizzled
+    rows: Bytes  # row-major scales of a piece before they are swizzled
 
     def rows_of(self, shape: tuple[int, int]) -> Bytes:
         """Return a buffer for row-major scales of this shape."""
@@ -44,10 +42,10 @@ class _ConversionPiece:
     rounding: Rounding
     words: npt.NDArray[np.uint16] | None  # None if only scales are swizzled
     data: Bytes | None
-    rows: Bytes | None  # row-major scales: written, or read; None if they are only an intermediate step
+    rows: Bytes | None  # row-major scales, an output or an input; None if they are only an intermediate result
     swizzled: Bytes | None
 
-    def convert(self, memory: _ThreadMemory) -> None:
+    def convert(self, memory: _Buffers) -> None:
         """Write the piece's outputs."""
         rows = self.rows
         if self.words is not None and self.data is not None:
@@ -59,70 +57,27 @@ class _ConversionPiece:
 
 
 class ConversionJob(PreparedJob):
-    """One worker's pieces, converted by `threads` threads."""
+    """One worker's pieces."""
 
-    def __init__(self, pieces: ConversionList, arenas: Mapping[int, MappedArena], threads: int) -> None:
-        """Build the views, and check that every piece lies inside its arena.
+    def __init__(self, pieces: ConversionList, arenas: Mapping[int, MappedArena]) -> None:
+        """Build the views, and check that every piece is inside its arena.
 
         Raises:
             TransportError: a piece leaves its arena, or the arena is not writable.
         """
         self._pieces = [_piece(pieces, row, arenas) for row in range(len(pieces))]
-        self._memories = [
-            _ThreadMemory(Scratch.of(np.uint16), np.empty(0, np.uint8))
-            for _ in range(max(1, min(threads, len(pieces))))
-        ]
+        self._memory = _Buffers(Scratch.of(np.uint16), np.empty(0, np.uint8))
 
     def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
-        """See PreparedJob.run. Nothing is compared: the input was verified when it arrived."""
-        started = time.perf_counter()
-        work = _ConversionRun(self._pieces, on_progress)
-        threads = [threading.Thread(target=work.take_part, args=(m,), daemon=True) for m in self._memories[1:]]
-        for thread in threads:
-            thread.start()
-        work.take_part(self._memories[0])
-        for thread in threads:
-            thread.join()
-        if work.failure is not None:
-            raise work.failure
-        return RunResult(len(self._pieces), work.done, time.perf_counter() - started)
-
-
-class _ConversionRun:
-    """The pieces of one run; the first failure stops all threads."""
-
-    def __init__(self, pieces: list[_ConversionPiece], on_progress: Callable[[int], None]) -> None:
-        self.failure: BaseException | None = None
-        self.done = 0
-        self._told = 0
-        self._left = iter(pieces)
-        self._on_progress = on_progress
-        self._lock = threading.Lock()
-
-    def take_part(self, memory: _ThreadMemory) -> None:
-        """Convert pieces until none are left; the body of a thread."""
-        try:
-            for piece in self._taken():
-                piece.convert(memory)
-                self._note(piece.nbytes)
-        except BaseException as exc:  # raised again in the caller's thread
-            with self._lock:
-                self.failure = self.failure or exc
-
-    def _taken(self) -> Iterator[_ConversionPiece]:
-        while True:
-            with self._lock:
-                piece = None if self.failure is not None else next(self._left, None)
-            if piece is None:
-                return
-            yield piece
-
-    def _note(self, nbytes: int) -> None:
-        with self._lock:
-            self.done += nbytes
-            if self.done >= self._told + PROGRESS_BYTES:
-                self._told = self.done
-                self._on_progress(self.done)
+        """See PreparedJob.run. `verify` is ignored, because the input was verified when it arrived."""
+        started, done, next_report = time.perf_counter(), 0, PROGRESS_BYTES
+        for piece in self._pieces:
+            piece.convert(self._memory)
+            done += piece.nbytes
+            if done >= next_report:
+                next_report = done + PROGRESS_BYTES
+                on_progress(done)
+        return RunResult(len(self._pieces), done, time.perf_counter() - started)
 
 
 def _piece(pieces: ConversionList, row: int, arenas: Mapping[int, MappedArena]) -> _ConversionPiece:

@@ -1,4 +1,4 @@
-"""A worker's conversions on a GPU: makes MXFP8 from what has arrived in a staging arena there."""
+"""A worker's conversions on a GPU: convert received tensors in a staging arena on the GPU to MXFP8."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from refitd.addressing.conversions import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, check_piece
+from refitd.addressing.copies import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, check_piece
 from refitd.buffers.cuda import MappedDeviceArena
-from refitd.copy_services.base import PreparedJob, RunResult
-from refitd.copy_services.device_stream import on_streams
+from refitd.copy_services import PreparedJob, RunResult
+from refitd.copy_services.waits import on_streams
 from refitd.errors import TransportError
-from refitd.mxfp8 import BLOCK, ROUNDINGS, swizzled_bytes
-from refitd.transforms.mxfp8_buffers import CheckedBuffer, check_device, quantize
-from refitd.transforms.mxfp8_format import Scratch
+from refitd.mxfp8.buffers import CheckedBuffer, check_device, quantize
+from refitd.mxfp8.format import BLOCK, ROUNDINGS, Scratch, swizzled_bytes
 
 _DEFAULT_S = 600.0
 
@@ -23,11 +22,11 @@ class DeviceConversionJob(PreparedJob):
     """Pieces in arenas on GPUs, converted one after another by each GPU's quantization kernel."""
 
     def __init__(self, pieces: ConversionList, arenas: Mapping[int, MappedDeviceArena]) -> None:
-        """Build the views, and check that every piece lies inside its arena.
+        """Build the views, and check that every piece is inside its arena.
 
         Raises:
             TransportError: a piece leaves its arena, or the arena is not writable.
-            RefusedError: that GPU has no kernel for a conversion.
+            RefusedError: the GPU has no kernel for a conversion.
         """
         self._bytes = pieces.row_bytes.tolist()
         self._gpus = sorted({arena.device for arena in arenas.values()})
@@ -35,7 +34,7 @@ class DeviceConversionJob(PreparedJob):
         self._pieces = [_piece(pieces, row, arenas, self._scratch) for row in range(len(pieces))]
 
     def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
-        """See PreparedJob.run. Nothing is compared: the input was verified when it arrived."""
+        """See PreparedJob.run. `verify` is ignored, because the input was verified when it arrived."""
         started, done = time.perf_counter(), 0
         with on_streams(self._gpus, timeout or _DEFAULT_S, "conversions"):
             for convert, nbytes in zip(self._pieces, self._bytes, strict=True):

@@ -1,4 +1,4 @@
-"""A worker's arenas on GPUs and the services that copy to and from them. The first one imports torch."""
+"""A worker's arenas on GPUs and the services that copy to and from them. The first GPU arena imports torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from refitd.addressing.conversions import ConversionList
-from refitd.addressing.copies import CopyList
+from refitd.addressing.copies import ConversionList, CopyList
 from refitd.buffers.arena import MappedArena
-from refitd.copy_services.base import DigestMismatch, MappedCopyService, PreparedJob, RunResult
+from refitd.copy_services import DigestMismatch, MappedCopyService, PreparedJob, RunResult
 from refitd.copy_services.registry import Registry
 from refitd.errors import ArenaError, ConfigError, RefitdError
 
@@ -37,7 +36,7 @@ class Devices:
         self._services: dict[int, MappedCopyService] = {}
 
     def map(self, arena: int, fd: int, nbytes: int, device: str, *, write: bool) -> None:
-        """Map an arena on a GPU, unless it is mapped. A failure is reported by the jobs that need the arena."""
+        """Map an arena on a GPU, unless it is mapped already. If this fails, the jobs that need the arena report it."""
         from refitd.buffers.cuda import MappedDeviceArena, index_of
 
         if arena in self._arenas:
@@ -62,7 +61,7 @@ class Devices:
         self._arenas.pop(arena, None)  # unmapped with its last view
 
     def exchange(self, arena: int, other: int) -> None:
-        """Exchange what two arenas on one GPU hold; raises ArenaError if one is not mapped, or cannot be."""
+        """Exchange the contents of two arenas on one GPU; raises ArenaError if one is unmapped or the driver fails."""
         mine = self.mapped({arena, other})
         mine[arena].exchange(mine[other])
 
@@ -72,17 +71,17 @@ class Devices:
         return self._arenas
 
     def mapped(self, arenas: set[int]) -> dict[int, MappedDeviceArena]:
-        """Return those of the given arenas that lie on GPUs.
+        """Return the given arenas that are on GPUs; ignore arenas in main memory.
 
         Raises:
-            ArenaError: one could not be mapped.
+            ArenaError: a given arena could not be mapped.
         """
         for arena in sorted(arenas & self._lacking.keys()):
             raise ArenaError(self._lacking[arena])
         return {number: self._arenas[number] for number in sorted(arenas & self._arenas.keys())}
 
-    def prepare_conversions(self, pieces: ConversionList, threads: int) -> PreparedJob:
-        """Build a job for these conversions, each on the device where it lies.
+    def prepare_conversions(self, pieces: ConversionList) -> PreparedJob:
+        """Build a job that runs each conversion on the device of its arena.
 
         Raises:
             TransportError: a piece leaves its arena, or the arena is not writable.
@@ -93,18 +92,20 @@ class Devices:
 
         mine = self.mapped(pieces.arenas())
         if not mine:
-            return ConversionJob(pieces, self._host_arenas, threads)
+            return ConversionJob(pieces, self._host_arenas)
         from refitd.worker.device_conversions import DeviceConversionJob
 
         on_gpus = np.isin(pieces.arena, list(mine))
         here, there = np.flatnonzero(~on_gpus), np.flatnonzero(on_gpus)
         parts = [_Part(there, DeviceConversionJob(pieces.select(there), mine))]
         if len(here):
-            parts.append(_Part(here, ConversionJob(pieces.select(here), self._host_arenas, threads)))
+            parts.append(_Part(here, ConversionJob(pieces.select(here), self._host_arenas)))
         return _PartsJob(parts)
 
     def prepare(self, copies: CopyList, in_main_memory: MappedCopyService) -> PreparedJob:
-        """Build a job for these copies: each goes to the service of the GPU that it writes to, or else reads from.
+        """Build a job for these copies.
+
+        A copy to a GPU uses that GPU's service. A copy from a GPU to main memory uses the GPU that it reads.
 
         Raises:
             TransportError: a copy leaves its arena, or its service cannot perform it.
@@ -162,14 +163,14 @@ class _PartsJob(PreparedJob):
 def torch_with_one_thread() -> None:
     """Import torch for a worker, with one thread.
 
-    Left out until somebody imports it: how operators act on tensors without memory (the meta device). Torch loads that
-    with a third of its import, and no worker has such tensors.
+    The import skips the operators for tensors without memory (the meta device), which take a third of its time. Workers
+    have no such tensors; a later import loads that module.
     """
     unneeded = "torch._meta_registrations"
     is_first = "torch" not in sys.modules
     if is_first:
         sys.modules[unneeded] = ModuleType(unneeded)
-        gc.disable()  # half a million objects are made, and all stay
+        gc.disable()  # the import creates half a million objects, none of them garbage
     try:
         torch = importlib.import_module("torch")
     finally:
@@ -177,5 +178,5 @@ def torch_with_one_thread() -> None:
             del sys.modules[unneeded]
             gc.enable()
             gc.freeze()
-    # on busy cores OpenMP's threads make small strided copies many times slower
+    # on busy cores, OpenMP threads make small strided copies many times slower
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""A worker's epochs: services that exchange with workers of other nodes, and the jobs over them."""
+"""A worker's epochs: services that exchange data with workers of other nodes, and their jobs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import numpy as np
 
 from refitd.addressing.between_nodes import TransferList
 from refitd.buffers.arena import MappedArena
-from refitd.copy_services.base import PreparedJob, RunResult
-from refitd.copy_services.epoch import Epoch, Mailbox
-from refitd.copy_services.exchange import ExchangeService, Route, Transfers
+from refitd.copy_services import Epoch, ExchangeService, Mailbox, PreparedJob, Route, RunResult, Transfers
 from refitd.copy_services.registry import Registry
 from refitd.errors import ConfigError, DeadlineExceeded, TransportError
 from refitd.protocol import sidecar
@@ -25,13 +23,13 @@ if TYPE_CHECKING:
     from refitd.buffers.cuda import MappedDeviceArena
     from refitd.copy_services.pieces import Piece
 
-# Progress is reported at most this often, however small the messages are.
+# At least this many bytes arrive between two progress reports, even if messages are small.
 PROGRESS_BYTES = 8 << 20
 DEFAULT_S = 600.0
 
 
 class Exchanges:
-    """The epochs that this worker is in. Joining the first one imports what they need, including torch."""
+    """The epochs that this worker is in. Joining the first one imports the modules that they need, including torch."""
 
     def __init__(self, registry: Registry, arenas: Mapping[int, MappedArena], devices: Devices | None = None) -> None:
         self._registry = registry
@@ -40,7 +38,7 @@ class Exchanges:
         self._services: dict[str, ExchangeService] = {}
 
     def warm_up(self, service: str) -> None:
-        """Import what a service needs; a missing module is reported when an epoch is joined."""
+        """Import the modules that a service needs; a missing one is reported when an epoch is joined."""
         with contextlib.suppress(ConfigError):
             if self._registry.find(service).join is not None:
                 torch_with_one_thread()
@@ -50,8 +48,8 @@ class Exchanges:
 
         Raises:
             ConfigError: the service cannot run here.
-            DeadlineExceeded: this worker was not ready in time, or a peer did not come.
-            TransportError: the workers could not connect; names who is missing.
+            DeadlineExceeded: this worker was not ready in time, or a peer did not join.
+            TransportError: the workers could not connect; names the missing workers.
         """
         join = self._registry.find(message.service).join
         if join is None:
@@ -90,19 +88,6 @@ class Exchanges:
         if service is not None:
             service.close()
 
-    def measure(self, asked: sidecar.TimeCable) -> sidecar.CableTimed:
-        """Measure a cable of an epoch, which is of no more use then."""
-        from refitd.worker.cables import measure
-
-        service = self._services.get(asked.epoch)
-        if service is None:
-            return sidecar.CableTimed(asked.run, reason=f"this worker is not in epoch {asked.epoch}")
-        try:
-            return measure(service, asked)
-        finally:
-            del service
-            self.leave(asked.epoch)  # its connections end, and the peer's wait with them
-
     def prepare(self, epoch: str, block: bytes) -> PreparedJob:
         """Build a job for these transfers.
 
@@ -110,7 +95,7 @@ class Exchanges:
             TransportError: this worker is not in the epoch, or a transfer leaves its arena.
             ArenaError: an arena on a GPU could not be mapped.
         """
-        from refitd.copy_services.arena_pieces import piece_of
+        from refitd.copy_services.pieces import piece_of
 
         service = self._services.get(epoch)
         if service is None:
@@ -133,7 +118,7 @@ class Exchanges:
 
 
 class ExchangeJob(PreparedJob):
-    """Transfers of one worker. `pieces` are this end of `rows`; `gpus` hold some of them."""
+    """Transfers of one worker. `pieces` are this end of `rows`; some pieces are on `gpus`."""
 
     def __init__(
         self,
@@ -149,7 +134,7 @@ class ExchangeJob(PreparedJob):
         self._receives = int((rows.is_send == 0).sum())
         self._ends_comparing: Callable[[], bool] = lambda: False
         self._on_wrong_base: Callable[[], object] | None = None
-        self._held_in: dict[int, int] = {}  # arena -> where its base is held, in the last run
+        self._held_in: dict[int, int] = {}  # arena -> the arena of its base, in the last run
         self._bases: list[Piece | None] = [None] * len(rows)
 
     def use(
@@ -159,13 +144,13 @@ class ExchangeJob(PreparedJob):
         ends_comparing: Callable[[], bool],
         on_wrong_base: Callable[[], object],
     ) -> None:
-        """Tell where this end holds an earlier version, for the next run. Arenas on GPUs are not looked at.
+        """Set the bases (earlier versions) on this end for the next run. Arenas on GPUs are ignored.
 
-        `ends_comparing` is asked during the run whether what is left to send must go whole. `on_wrong_base`: see
-        ExchangeService.run.
+        The run calls `ends_comparing`; if that returns True, the rest is sent in full, not as a delta. `on_wrong_base`:
+        see ExchangeService.run.
 
         Raises:
-            TransportError: an arena is not mapped here, or is shorter.
+            TransportError: a base's arena is not mapped here, or is too short.
         """
         from refitd.copy_services.pieces import Base
 
@@ -178,11 +163,11 @@ class ExchangeJob(PreparedJob):
             piece.base = None if base is None else Base(base, of_arena[arena].version)
 
     def _bases_in(self, held_in: Mapping[int, int]) -> list[Piece | None]:
-        from refitd.copy_services.arena_pieces import piece_of
+        from refitd.copy_services.pieces import piece_of
 
         arenas = self._rows.arena.tolist()
         there = np.array([held_in.get(arena, arena) for arena in arenas], np.int64)
-        rows = replace(self._rows, arena=there, is_send=np.ones_like(there))  # they are only read
+        rows = replace(self._rows, arena=there, is_send=np.ones_like(there))  # bases are only read
         found: list[Piece | None] = [None] * len(rows)
         for row, arena in enumerate(arenas):
             if arena in held_in:
@@ -206,7 +191,7 @@ class ExchangeJob(PreparedJob):
         timeout = timeout or DEFAULT_S
         with ExitStack() as streams:
             if self._gpus:
-                from refitd.copy_services.device_stream import on_streams
+                from refitd.copy_services.waits import on_streams
 
                 streams.enter_context(on_streams(self._gpus, timeout, "what crosses between nodes"))
             result = self._service.run(

@@ -12,26 +12,24 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from refitd.addressing.conversions import ConversionList
-from refitd.addressing.copies import CopyList
+from refitd.addressing.copies import ConversionList, CopyList
 from refitd.buffers import handoff
 from refitd.buffers.arena import MappedArena, die_with_parent
-from refitd.copy_services.base import DigestMismatch, MappedCopyService, PreparedJob, RunResult
-from refitd.copy_services.epoch import Mailbox
+from refitd.copy_services import DigestMismatch, Mailbox, MappedCopyService, PreparedJob, RunResult
 from refitd.copy_services.registry import Registry, installed
 from refitd.errors import ArenaError, DeadlineExceeded, PeerLost, RefitdError
-from refitd.protocol import sidecar
+from refitd.protocol import local, sidecar
 from refitd.protocol.codec import Decoder, encode
 from refitd.worker import digests
 from refitd.worker.devices import Devices
 from refitd.worker.exchanges import ExchangeJob, Exchanges
 
-# How often the daemon hears how far a run has come; one that takes less time says nothing before its end.
+# The least time between two progress reports of a run; shorter runs report only their end.
 PROGRESS_S = 0.01
 
 
 class DaemonLink:
-    """The worker's end of the socket pair. Messages that arrive while another one is awaited are kept in order."""
+    """The worker's end of the socket pair. Other messages that arrive during a wait are queued in order."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -51,16 +49,16 @@ class DaemonLink:
             raise
 
     def await_value(self, epoch: str, key: str, values: dict[tuple[str, str], bytes], timeout: float) -> bytes:
-        """Return what another worker of the epoch put under `key`; other messages are kept for `next`.
+        """Return the value that another worker of the epoch put under `key`; other messages are queued for `next`.
 
         Raises:
-            DeadlineExceeded: it has not come in time.
+            DeadlineExceeded: the value has not arrived in time.
             PeerLost: the daemon has abandoned the epoch.
         """
         deadline, wait = time.monotonic() + timeout, 0.0
         try:
             while True:
-                # read pending messages first: after LeaveEpoch a peer's value would lead to a wait for absent peers
+                # read pending messages first: if LeaveEpoch is among them, do not wait for peers that have left
                 self._take_in(values, wait)
                 if any(isinstance(kept, sidecar.LeaveEpoch) and kept.epoch == epoch for kept, _ in self._kept):
                     raise PeerLost("the epoch has been given up")
@@ -73,7 +71,7 @@ class DaemonLink:
             self._connection.settimeout(None)
 
     def take(self, wanted: sidecar.ToWorker, values: dict[tuple[str, str], bytes]) -> bool:
-        """Return whether this message has arrived, and remove it; other messages are kept for `next`."""
+        """Return whether this message has arrived, and remove it; other messages are queued for `next`."""
         try:
             self._take_in(values, 0.0)
         finally:
@@ -85,7 +83,7 @@ class DaemonLink:
         return True
 
     def _take_in(self, values: dict[tuple[str, str], bytes], wait: float) -> None:
-        """Sort all received messages into values and others; wait up to `wait` seconds for the first one."""
+        """Store received values and queue all other messages; wait up to `wait` seconds for the first one."""
         self._connection.settimeout(wait)
         while True:
             try:
@@ -111,7 +109,7 @@ class EpochMailbox(Mailbox):
 
     def put(self, key: str, value: bytes) -> None:
         """See Mailbox.put."""
-        self._daemon.say(sidecar.LanePut(epoch=self._epoch, key=key, value=value))
+        self._daemon.say(sidecar.LaneValue(epoch=self._epoch, key=key, value=value))
 
     def get(self, key: str, timeout: float) -> bytes:
         """See Mailbox.get."""
@@ -119,20 +117,19 @@ class EpochMailbox(Mailbox):
 
 
 class Worker:
-    """Holds the copy services of one worker and handles the daemon's messages, one at a time."""
+    """Owns one worker's copy services and handles the daemon's messages, one at a time."""
 
-    def __init__(self, connection: socket.socket, registry: Registry, threads: int) -> None:
+    def __init__(self, connection: socket.socket, registry: Registry) -> None:
         self._daemon = DaemonLink(connection)
         self._registry = registry
         make = registry.find("shm").mapped
         assert make is not None
-        self._service: MappedCopyService = make(threads)
-        self._threads = threads
+        self._service: MappedCopyService = make()
         self._arenas: dict[int, MappedArena] = {}
         self._devices = Devices(registry, self._arenas)
         self._exchanges = Exchanges(registry, self._arenas, self._devices)
         self._values: dict[tuple[str, str], bytes] = {}
-        self._jobs: dict[int, PreparedJob | str] = {}  # the reason if it could not be prepared
+        self._jobs: dict[int, PreparedJob | str] = {}  # a str: why the job could not be prepared
 
     def serve(self) -> None:
         """Run until the daemon closes its end."""
@@ -150,11 +147,12 @@ class Worker:
                 self._arenas[arena] = MappedArena(_only(fds), nbytes, write=write)
             case sidecar.MapArena(arena, nbytes, write, device):
                 self._devices.map(arena, _only(fds), nbytes, device, write=write)
-            case sidecar.UnmapArena(arena):
+            case local.FreeArena(arena):
                 self._arenas.pop(arena, None)
                 self._devices.unmap(arena)
             case sidecar.ExchangeArenas(arena, other):
-                # addresses stay, and with them prepared jobs; a failure ends this worker, and the next one maps anew
+                # addresses do not change, so prepared jobs stay valid; after a failure this worker ends, and the next
+                # worker maps the arenas again
                 if arena in self._arenas:
                     self._arenas[arena].exchange(self._arenas[other])
                 else:
@@ -166,22 +164,18 @@ class Worker:
             case sidecar.LeaveEpoch(epoch):
                 self._exchanges.leave(epoch)
                 self._values = {at: value for at, value in self._values.items() if at[0] != epoch}
-            case sidecar.TimeCable():
-                self._daemon.say(self._exchanges.measure(message))
             case sidecar.WarmUp(service):
                 self._exchanges.warm_up(service)
             case sidecar.LoadJob(job, nbytes, epoch, converts):
                 self._jobs[job] = self._load(_only(fds), nbytes, epoch, converts)
             case sidecar.DropBases(run):
-                self._daemon.say(sidecar.BasesDropped(run=run))  # it has ended
+                self._daemon.say(sidecar.DropBases(run=run))  # the run has ended, so the bases are unused
             case sidecar.DropJob(job):
                 self._jobs.pop(job, None)
             case sidecar.RunJob():
                 self._run(message)
-            case sidecar.TakeDigests():
-                self._daemon.say(digests.taken(message, {**self._arenas, **self._devices.arenas}))
-            case sidecar.CompareSpans():
-                self._daemon.say(digests.compared(message, {**self._arenas, **self._devices.arenas}))
+            case sidecar.ReadSpans():
+                self._daemon.say(digests.read(message, {**self._arenas, **self._devices.arenas}))
 
     def _join(self, message: sidecar.JoinEpoch) -> None:
         try:
@@ -191,15 +185,15 @@ class Worker:
         else:
             self._daemon.say(sidecar.EpochJoined(epoch=message.epoch))
             return
-        # a failed store, its error and their frames form a cycle that keeps sockets open
+        # a failed store, its error and their frames form a reference cycle that keeps sockets open
         gc.collect()
-        self._daemon.say(sidecar.EpochFailed(epoch=message.epoch, reason=reason))
+        self._daemon.say(sidecar.EpochJoined(epoch=message.epoch, reason=reason))
 
     def _load(self, fd: int, nbytes: int, epoch: str | None, converts: bool) -> PreparedJob | str:
         try:
             data = os.pread(fd, nbytes, 0)
             if converts:
-                return self._devices.prepare_conversions(ConversionList.from_bytes(data), self._threads)
+                return self._devices.prepare_conversions(ConversionList.from_bytes(data))
             if epoch is not None:
                 return self._exchanges.prepare(epoch, data)
             return self._devices.prepare(CopyList.from_bytes(data), self._service)
@@ -209,7 +203,7 @@ class Worker:
     def _run(self, message: sidecar.RunJob) -> None:
         run, prepared = message.run, self._jobs.get(message.job, f"job {message.job} is not loaded")
         if isinstance(prepared, str):
-            self._daemon.say(sidecar.RunFailed(run=run, reason=prepared))
+            self._daemon.say(sidecar.RunDone(run=run, reason=prepared))
             return
 
         told = time.monotonic()
@@ -232,10 +226,10 @@ class Worker:
         self._perform(run, perform)
 
     def _ends_comparing(self, run: int) -> bool:
-        """Whether the daemon wants the memory of this run's bases; it is told that nothing reads it any more."""
+        """Return whether the daemon asks for the memory of this run's bases; if so, confirm that it is unused."""
         is_asked = self._daemon.take(sidecar.DropBases(run=run), self._values)
         if is_asked:
-            self._daemon.say(sidecar.BasesDropped(run=run))
+            self._daemon.say(sidecar.DropBases(run=run))
         return is_asked
 
     def _perform(self, run: int, perform: Callable[[], RunResult]) -> None:
@@ -243,9 +237,9 @@ class Worker:
             result = perform()
         except DigestMismatch as exc:
             copy = exc.copy if exc.copy >= 0 else None
-            self._daemon.say(sidecar.RunFailed(run, str(exc), copy, differs=True))
+            self._daemon.say(sidecar.RunDone(run, reason=str(exc), copy=copy, differs=True))
         except RefitdError as exc:
-            self._daemon.say(sidecar.RunFailed(run=run, reason=str(exc)))
+            self._daemon.say(sidecar.RunDone(run=run, reason=str(exc)))
         else:
             self._daemon.say(
                 sidecar.RunDone(
@@ -268,15 +262,14 @@ def _only(fds: tuple[int, ...]) -> int:
 
 
 def main() -> int:
-    """Run as `python -m refitd.worker FD THREADS`; FD is this end of the daemon's socket pair."""
+    """Run as `python -m refitd.worker FD`; FD is this end of the daemon's socket pair."""
     die_with_parent()
-    fd, threads = int(sys.argv[1]), int(sys.argv[2])
-    worker = Worker(socket.socket(fileno=fd), installed(), threads)
+    worker = Worker(socket.socket(fileno=int(sys.argv[1])), installed())
     try:
         worker.serve()
     except PeerLost:
-        return 0  # the daemon has ended or closed its end, which is how workers end
+        return 0  # the daemon has ended or closed its end: the normal end of a worker
     except (MemoryError, ArenaError):
         traceback.print_exc()
-        return sidecar.NO_MEMORY_STATUS  # the next worker begins without this one's memory
+        return sidecar.NO_MEMORY_STATUS  # this worker's memory is freed before the next one starts
     return 0

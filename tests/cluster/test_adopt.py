@@ -1,12 +1,10 @@
-"""Modules whose tensors lie in an arena: versions flip under them, trainers lend them, and both go on as before."""
+"""Modules in arenas, adopted or built there: versions flip under them, trainers lend them, both keep working."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,13 +14,14 @@ from torch import nn
 
 import refitd
 from refitd.testing import Daemon, Engine
+from tests.support.fleet import go_live
 
 VOCABULARY, WIDTH = 90, 24
 TOKENS = torch.arange(VOCABULARY)
 
 
 class Model(nn.Module):
-    """As language models are: tied embeddings, norms, a buffer that is saved and one that is not."""
+    """The features of a language model: tied embeddings, norms, a persistent and a non-persistent buffer."""
 
     def __init__(self, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
@@ -60,7 +59,9 @@ def swap(trainer: refitd.Client, number: int, *targets: refitd.Target) -> refitd
 
 def test_a_trainer_lends_what_it_trains_and_versions_flip_under_an_engine(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
-        learned, live, built = Model(), Model(), engine.build(Model)
+        learned, live = Model(), Model()
+        with engine.memory("policy", nbytes=1 << 20):
+            built = Model()
         optimizer = torch.optim.AdamW(learned.parameters(), lr=0.1)
         trained(learned, optimizer)
         for client, model in ((trainer, learned), (engine, live)):
@@ -90,7 +91,7 @@ def test_a_trainer_lends_what_it_trains_and_versions_flip_under_an_engine(daemon
 @pytest.mark.parametrize("keep_addresses", [False, True])
 def test_tensors_with_gaps_between_their_elements_flip(daemon: Daemon, keep_addresses: bool) -> None:
     class Padded(nn.Module):
-        """Rows that are padded, as engines do it, columns of one memory, and every second element of one."""
+        """Rows with an engine's padding, columns of one memory, and every second element of one."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -180,74 +181,13 @@ def test_what_fails_leaves_the_module_and_the_node_as_they_were(start_daemon: Ca
         del source
         with pytest.raises(refitd.ArenaError, match="max_arena_bytes"):
             client.adopt(large)
-        with pytest.raises(refitd.ArenaError, match="max_arena_bytes"):
-            client.build(lambda: nn.Linear(1000, 1000))
-        with pytest.raises(ZeroDivisionError):
-            calls = iter((1, 0))
-            client.build(lambda: nn.Linear(3, 3 // next(calls)))
         with pytest.raises(refitd.RefusedError, match="timeout"):
             client.adopt(model, timeout=-1)
-        with pytest.raises(refitd.RefusedError, match="expected a function"):
-            client.build(model.state_dict())  # type: ignore[arg-type]
         assert (addresses(model), addresses(large)) == before
         assert daemon.node().arenas == 0
         client.adopt(model)
         client.free(dict(model.named_parameters()))
         assert daemon.node().arenas == 0 and torch.isfinite(model(TOKENS)).all()
-
-
-ENGINE = """
-import sys, time, refitd, torch
-from tests.cluster.test_adopt import Model
-torch.manual_seed(int(sys.argv[3]))
-client = refitd.connect(sys.argv[1])
-if sys.argv[2] == "adopt":
-    model = Model()
-    client.adopt(model)
-else:
-    model = client.build(Model)
-target = client.register_target("policy", model, replica="crashes", mode="flip")
-print("restored", target.version, float(model.norm.bias[0]), flush=True)
-while True:
-    if (version := target.poll()) is not None:
-        print("committed", version, float(model.norm.bias[0]), flush=True)
-    time.sleep(0.002)
-"""
-
-
-@pytest.mark.slow
-def test_an_engine_that_crashes_and_adopts_its_model_again_has_its_weights_at_once(
-    start_daemon: Callable[..., Daemon],
-) -> None:
-    daemon = start_daemon("[node]\nkeep_targets_s = 60.0\n")
-
-    def started(*about: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", ENGINE, str(daemon.directory), *about]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-    def said(process: subprocess.Popen[str]) -> str:
-        assert process.stdout is not None
-        return process.stdout.readline().strip()
-
-    with daemon.connect() as trainer:
-        learned = Model()
-        source = trainer.register_source("policy", learned)
-        engine = started("adopt", "1")
-        try:
-            assert said(engine).startswith("restored None")
-            for number in (1, 2):
-                learned.norm.bias.data.fill_(float(number))
-                source.publish(number)
-                trainer.swap("policy", number, timeout=30)
-                assert said(engine) == f"committed {number} {float(number)}"
-            engine.kill()
-            engine.wait()
-            engine = started("build", "2")
-            assert said(engine) == "restored 2 2.0"
-            assert trainer.verify("policy").outcome == "proven"
-        finally:
-            engine.kill()
-            engine.wait()
 
 
 def test_after_its_client_is_closed_a_module_can_be_adopted_by_another(daemon: Daemon) -> None:
@@ -273,3 +213,51 @@ def test_after_its_client_is_closed_a_module_can_be_adopted_by_another(daemon: D
         source.publish(source.next_version)
         swap(trainer, source.next_version - 1, target)
         assert same(live, learned)
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("nbytes", [None, MIB])
+def test_versions_flip_under_a_model_that_a_block_has_built(daemon: Daemon, nbytes: int | None) -> None:
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        learned = Model()
+        with engine.memory("policy", nbytes) as placed:
+            live = Model()
+            live.norm = nn.LayerNorm(24)  # replaces the first norm, and is outside the arena
+            live.load_state_dict(Model().state_dict())
+            with pytest.raises(refitd.RefusedError, match=r"client\.adopt\(\) inside client\.memory\('policy'\)"):
+                engine.adopt(learned)
+            inside = pytest.raises(refitd.RefusedError, match=r"client\.memory\('draft'\) inside")
+            with inside, engine.memory("draft", MIB):
+                pass
+            assert placed.tensors == 0
+        assert (placed.tensors, placed.left.keys()) == (4, {"inv_freq"})
+        source = trainer.register_source("policy", learned)
+        target = engine.register_target("policy", live, replica="a", mode="flip")
+        for number in (1, 2, 3):
+            learned.norm.weight.data.fill_(float(number))
+            go_live(trainer, source, number, target)
+            assert target.flips and same(live, learned)
+            assert trainer.verify("policy").outcome == "proven"
+        assert live.head.weight is live.embed.weight and live.inv_freq.tolist() == learned.inv_freq.tolist()  # type: ignore[operator, union-attr]
+
+
+def test_a_block_that_fails_leaves_nothing_on_the_node(daemon: Daemon) -> None:
+    with daemon.connect() as client:
+        with pytest.raises(ZeroDivisionError), client.memory("policy", MIB):
+            model = Model()
+            _ = 1 / 0
+        assert torch.isfinite(model.norm.weight).all()
+        with pytest.raises(refitd.RefusedError, match=r"embed\.weight found no room in"), client.memory("policy", 4096):
+            model = Model()
+        with pytest.raises(refitd.RefusedError, match="nothing has been registered"), client.memory("policy"):
+            pass
+        for wrong in ({"nbytes": 0}, {"nbytes": "much"}, {"timeout": -1}):
+            with (
+                pytest.raises(refitd.RefusedError, match=next(iter(wrong))),
+                client.memory("policy", **{"nbytes": MIB, **wrong}),
+            ):  # type: ignore[arg-type]
+                raise AssertionError("the block has begun")
+        assert daemon.node().arenas == 0
+        client.adopt(model)

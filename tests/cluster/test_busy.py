@@ -1,4 +1,4 @@
-"""Large messages, descriptions and plans are handled on threads; the loops of daemon and coordinator keep answering."""
+"""Large messages, descriptions, plans and models are handled on threads, and the loops keep answering."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
+import torch
 
 import refitd
-from refitd.testing import Daemon
+from refitd.testing import Daemon, Engine
 from tests.support.hostile import RawPeer, fleet
 
 LARGE = """
@@ -58,7 +58,7 @@ def test_four_that_register_fifty_thousand_tensors_each_keep_nobody_else_from_sw
             with daemon.connect("operator") as operator:
                 planned = threading.Thread(target=lambda: operator.plan("large0"))
                 planned.start()
-                while planned.is_alive():  # another model swaps, and status is answered, while it is planned
+                while planned.is_alive():  # during the planning another model swaps, and status is answered
                     here.swap()
                 assert {m.model for m in operator.status().models} == {"policy", "large0", "large1"}
         finally:
@@ -80,24 +80,43 @@ def test_what_a_client_sends_after_a_large_message_is_taken_after_it(start_daemo
     with RawPeer(daemon.directory) as peer, RawPeer(daemon.directory) as other:
         peer.socket.send(encode(3, register))
         peer.socket.send(encode(4, local.GetDescription(model="large")))
-        peer.socket.send(encode(5, register))  # twice: refused, and by then the first one is there
-        began = time.monotonic()
-        answers: dict[int, object] = {}
-        while len(answers) < 3:
-            assert peer.socket.poll(60_000)
-            number, answer = peer._decoder.decode(peer.socket.recv())
-            answers[number] = answer
-            assert time.monotonic() - began < 120
+        peer.socket.send(encode(5, register))  # twice; the first registration is done by then
+        answers = dict(peer.receive() for _ in range(3))
         assert list(answers) in ([3, 4, 5], [4, 3, 5])
-        assert isinstance(answers[3], local.SourceRegistered)
+        assert isinstance(answers[3], local.Registered)
         assert isinstance(answers[5], local.Failure) and "already registered" in answers[5].message
-        # one whose large message makes no sense is told so, and goes on
+        # a client whose large message cannot be decoded gets an error and stays connected
         frame = encode(6, register)
         peer.socket.send(frame[:-12] + b"\xc1" * 12)
-        failure = None
-        while not isinstance(failure, local.Failure):
-            assert peer.socket.poll(60_000)
-            failure = peer._decoder.decode(peer.socket.recv())[1]
+        while not isinstance(failure := peer.receive()[1], local.Failure):
+            pass
         assert failure.code == refitd.errors.ProtocolError.code
         assert not isinstance(peer.ask(local.GetStatus()), local.Failure)
         assert not isinstance(other.ask(local.GetStatus()), local.Failure)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_hundred_thousand_tensors_are_swapped_and_nobody_is_taken_for_dead(
+    start_daemon: Callable[..., Daemon],
+) -> None:
+    """Addressing was once quadratic in the number of tensors, and the node was dropped while it ran."""
+    daemon = start_daemon("[deadlines]\ncommit_s = 60.0\nstage_s = 60.0\n")
+    count, size = 100_000, 16
+    flat, live = torch.zeros(count * size), torch.zeros(count * size)
+
+    def named(whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {f"layers.{i // 100}.block.{i % 100}.weight": part for i, part in enumerate(whole.split(size))}
+
+    with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
+        source = trainer.register_source("m", named(flat), timeout=120)
+        target = engine.register_target("m", named(live), replica="r", timeout=120)
+        with Engine(target) as running:
+            for version in (1, 2, 3):
+                flat.copy_(torch.arange(len(flat), dtype=torch.float32) + version)
+                source.publish(version, timeout=60)
+                report = trainer.swap("m", version, timeout=120)
+                assert report.outcome == "committed" and report.copies == count
+                assert torch.equal(live, flat)
+            assert trainer.verify("m", timeout=60).outcome == "proven"
+        assert not running.errors

@@ -1,26 +1,21 @@
-"""Cables of different speed between real nodes: measured, written to a file, and used in plans."""
+"""Cables of one switch between real nodes: a slow one comes last; joining together costs a seed one copy."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
-from refitd.errors import ConfigError, RefusedError, TransportError
-from refitd.protocol.cable_reports import CablesMeasured
-from refitd.testing import Daemon, Engine, eventually, stopped
+from refitd.errors import ConfigError
+from refitd.testing import Daemon, Engine, eventually
 from tests.support.network import SwitchedHosts, start_daemons, why_not
-from tests.support.programs import refitctl
 
 PORT, MBIT, SLOW = 7439, 200, 40
 ALIKE = 'kind = "cluster"\nname = "alike"\nnics_per_node = 1\nnic_gb_s = 0.025\n'
+STATED = ALIKE.replace("alike", "stated") + f'[[nodes]]\nname = "b"\nsend_gb_s = {SLOW / 8000}\n'
 COMMON = "[deadlines]\nplan_s = 60.0\nstage_s = 30.0\ncommit_s = 10.0\nlease_s = 30.0\n"
 
 
@@ -34,7 +29,7 @@ def hosts() -> Iterator[SwitchedHosts]:
 
 
 @pytest.mark.slow
-def test_who_sends_slowly_is_found_and_passes_nothing_on(
+def test_a_node_that_sends_slowly_passes_nothing_on(
     hosts: SwitchedHosts, start_daemon: Callable[..., Daemon], tmp_path: Path
 ) -> None:
     hosts.limit(1, send=SLOW)
@@ -60,98 +55,55 @@ def test_who_sends_slowly_is_found_and_passes_nothing_on(
 
     nbytes = sum(4 * tensor.numel() for tensor in full.values())
     assert swap(1) > nbytes, "the slow one passes it on"
-    measured = refitctl(daemons[2], "doctor", "--links", "--seconds", "1", "-o", str(file), "--json")
-    assert measured.returncode == 0, measured.stderr
-    speeds = {one["node"]: (one["send"], one["receive"]) for one in json.loads(measured.stdout)["nodes"]}
-    mbit = {node: tuple(8 * speed / 1e6 for speed in both) for node, both in speeds.items()}
-    assert 0.5 * SLOW < mbit["b"][0] < 1.2 * SLOW, mbit
-    assert all(0.5 * MBIT < both[1] < 1.2 * MBIT for both in mbit.values()), mbit
-    assert clients[0].reload().cables == "measured"
+    file.write_text(STATED)
+    assert clients[0].reload().cables == "stated"
     assert swap(2) < 0.2 * nbytes, "it comes last"
     plan = clients[0].plan("policy")
-    assert plan.relays.paths[0].nodes[-1] == "b" and plan.speeds == "measured"
+    assert plan.relays.paths[0].nodes[-1] == "b" and plan.speeds == "stated"
     file.write_text(ALIKE.replace("0.025", "nan"))
     with pytest.raises(ConfigError, match=r"transport.cables: .*nic_gb_s"):
         clients[0].reload()
-    assert clients[0].plan("policy").speeds == "measured"
+    assert clients[0].plan("policy").speeds == "stated"
     assert clients[0].verify("policy").outcome == "proven"
 
 
+JOINING = 4
+
+
+@pytest.fixture
+def switched() -> Iterator[SwitchedHosts]:
+    if reason := why_not():
+        pytest.skip(reason)
+    hosts = SwitchedHosts(2 + JOINING, 400, "g")
+    yield hosts
+    hosts.close()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_that_dies_or_stops_while_it_is_measured_is_named(
-    nodes: Callable[..., tuple[Daemon, ...]], how: signal.Signals
+def test_joining_at_once_costs_who_serves_one_copy(
+    switched: SwitchedHosts, start_daemon: Callable[..., Daemon], tmp_path: Path
 ) -> None:
-    cluster = nodes(3, COMMON, (2, 2, 2))
-    client = cluster[0].connect()
-    assert all(rate.speed for rate in client.measure_cables([("n0", "n1")], duration=0.3).rates)
-    victim = cluster[1].node_of("n1").workers[0]
-    found: list[object] = []
-
-    def measure() -> None:
-        try:
-            found.append(client.measure_cables([("n0", "n1")], duration=3.0))
-        except Exception as exc:
-            found.append(exc)
-
-    thread = threading.Thread(target=measure)
-    thread.start()
-    time.sleep(1.5)
-    with pytest.raises(RefusedError, match="measured already"):
-        cluster[1].connect().measure_cables([("n0", "n2")], duration=0.3)
-    os.kill(victim, how)
-    thread.join(60)
-    if how == signal.SIGSTOP:
-        os.kill(victim, signal.SIGCONT)
-        assert isinstance(found[0], TransportError | CablesMeasured), found
-    else:
-        assert isinstance(found[0], TransportError) and "n1" in str(found[0]), found
-
-    def works() -> bool:
-        try:
-            return all(
-                rate.speed
-                for rate in client.measure_cables(
-                    [
-                        ("n0", "n1"),
-                    ],
-                    duration=0.3,
-                ).rates
-            )
-        except (TransportError, RefusedError):
-            return False
-
-    eventually(works, "the next measurement works", 60)
-
-
-@pytest.mark.slow
-def test_a_swap_and_a_measurement_do_not_harm_each_other(nodes: Callable[..., tuple[Daemon, ...]]) -> None:
-    cluster = nodes(2, COMMON, (2, 2))
-    trainer, engine = cluster[0].connect(), cluster[1].connect()
-    tensors = {"w": torch.randn(1024, 1024)}
-    live = {"w": torch.zeros(1024, 1024)}
-    source = trainer.register_source("policy", tensors)
-    target = engine.register_target("policy", live, replica="a")
-    source.publish(1)
-
-    def measure() -> None:
-        with pytest.raises(TransportError, match="a swap of model 'policy' has begun"):
-            cluster[1].connect().measure_cables([("n1", "n0")], duration=8.0)
-
-    thread = threading.Thread(target=measure)
-    thread.start()
-    eventually(lambda: "event=cables" in cluster[0].log(), "the measurement has begun")
-    time.sleep(1.0)
-    with Engine(target):
-        assert trainer.swap("policy", 1, timeout=60).outcome == "committed"
-    thread.join(60)
-    assert torch.equal(live["w"], tensors["w"])
-    source.publish(2)
-    with stopped(cluster[1].workers()):
-        swap = threading.Thread(target=lambda: trainer.swap("policy", 2, timeout=60))
-        swap.start()
-        eventually(lambda: trainer.status().models[0].swap is not None, "the swap has begun")
-        with pytest.raises(RefusedError, match="a swap of model 'policy' is running"):
-            trainer.measure_cables([("n1", "n0")])
-    with Engine(target):
-        swap.join(60)
+    config = "[deadlines]\nlease_s = 60.0\nconnect_s = 60.0\n[transport]\ndeltas = false\n"
+    daemons = start_daemons(switched, 7438, tmp_path, start_daemon, config)
+    with ExitStack() as stack:
+        clients = [stack.enter_context(each.connect()) for each in daemons]
+        tensors = {"w": torch.randn(4096, 8192).to(torch.bfloat16)}
+        nbytes = 2 * tensors["w"].numel()
+        source = clients[0].register_source("m", tensors)
+        held = [{"w": torch.zeros_like(tensors["w"])} for _ in range(1 + JOINING)]
+        targets = [clients[1].register_target("m", held[0], replica="serves")]
+        source.publish(1)
+        with Engine(targets[0]):
+            clients[0].swap("m", 1, timeout=120)
+        before = [switched.sent(host) for host in range(2 + JOINING)]
+        for number in range(1, 1 + JOINING):
+            targets.append(clients[1 + number].register_target("m", held[number], replica=f"r{number}"))
+        with Engine(*targets[1:]):
+            eventually(lambda: all(target.version == 1 for target in targets), "all have joined", 240)
+        sent = [(switched.sent(host) - then) / nbytes for host, then in enumerate(before)]
+        assert all(torch.equal(each["w"], tensors["w"]) for each in held)
+        assert sent[0] < 0.1, "the trainer's cable is silent"
+        assert sent[1] < 1.2, sent
+        assert max(sent[2:]) < 1.2, sent
+        report = clients[0].history("m", 1).swaps[0].report
+        assert report is not None and len(report.members) == JOINING and report.seeds == ("serves",)

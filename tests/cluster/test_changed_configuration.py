@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 class Fleet:
-    """A trainer and an engine of 4 MiB, which serves version 1; each is a client of its own."""
+    """A trainer and an engine of 4 MiB that serves version 1; each has its own client."""
 
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon

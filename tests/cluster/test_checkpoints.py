@@ -17,17 +17,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import refitd
-from refitd.checkpoints.folder import INDEX, WHOLE
-from refitd.client import Client
+from refitd.checkpoints.safetensors import INDEX, WHOLE
+from refitd.client.arguments import Layout
+from refitd.client.new_target import EngineOptions, register
 from refitd.testing import Daemon, Engine, eventually
 from tests.support import programs, shards
+from tests.support.fleet import CutReplica, CutSource
 
 KINDS = {"scalar": torch.tensor(3.5), "flags": torch.tensor([True, False]), "empty": torch.empty(0, 4)}
 KINDS |= {"fp8": torch.arange(16.0).view(4, 4).to(torch.float8_e4m3fn)}
 
 
 def refitctl(daemon: Daemon, *arguments: str) -> tuple[int, dict]:
-    """Exit status and the JSON object on stdout."""
+    """Return the exit status and the JSON object on stdout."""
     ran = programs.refitctl(daemon, *arguments, "--json")
     return ran.returncode, json.loads(ran.stdout)
 
@@ -43,9 +45,9 @@ def publish(daemon: Daemon, folder: Path, *, swap: bool = False) -> int:
 
 @contextlib.contextmanager
 def largest_file(nbytes: int) -> Iterator[None]:
-    """A disk on which no file becomes larger."""
+    """Limit the size of files, like a full disk."""
     before, writes = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
-    sys.dont_write_bytecode = True  # Python keeps a file of bytecode that was cut off
+    sys.dont_write_bytecode = True  # Python would cache truncated bytecode
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
         yield
@@ -61,20 +63,6 @@ def folder_of(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
     return path
 
 
-def halves(client: Client, model: dict[str, torch.Tensor]) -> list[refitd.Source]:
-    """A trainer whose two ranks hold half of each tensor."""
-    return [
-        client.register_source(
-            "policy",
-            (mine := shards.cut(model, rank, 2)),
-            rank=rank,
-            world_size=2,
-            metadata=shards.describe(mine, rank, 2),
-        )
-        for rank in range(2)
-    ]
-
-
 def test_a_client_that_holds_one_checkpoint_is_told_why_it_cannot_publish_the_next(
     daemon: Daemon, tmp_path: Path
 ) -> None:
@@ -83,30 +71,19 @@ def test_a_client_that_holds_one_checkpoint_is_told_why_it_cannot_publish_the_ne
         refitd.publish_checkpoint(client, "policy", folder)
         with pytest.raises(refitd.RefusedError, match="this client holds its source rank 0; close the client"):
             refitd.publish_checkpoint(client, "policy", folder)
-    assert publish(daemon, folder) == 1  # nobody has served it
+    assert publish(daemon, folder) == 1  # no engine has served the version
 
 
 def test_what_was_published_and_swapped_is_saved_byte_for_byte(daemon: Daemon, tmp_path: Path) -> None:
     model = shards.whole(1) | KINDS
     given = folder_of(tmp_path / "given", model)
     with daemon.connect() as engine:
-        live = shards.zeros_like(shards.whole(1))
-        targets = [
-            engine.register_target(
-                "policy",
-                (mine := shards.cut(live, rank, 2)),
-                replica="tp2",
-                rank=rank,
-                world_size=2,
-                metadata=shards.describe(mine, rank, 2),
-            )
-            for rank in range(2)
-        ]
+        targets = CutReplica([engine], "tp2", 2).targets
         with Engine(targets[0]), Engine(targets[1]):
             status, said = refitctl(daemon, "publish", "policy", "--from", str(given), "--version", "7", "--swap")
         assert (status, said["outcome"], said["published"]["version"]) == (0, "committed", 7)
         assert targets[0].version == targets[1].version == 7
-        # the publisher has left, and its version is there for whoever comes
+        # the publisher has left; its version is still available to new targets
         joined = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
         assert engine.register_target("policy", joined, replica="late").wait(7) == 7
         assert all(torch.equal(joined[n].view(torch.uint8), t.view(torch.uint8)) for n, t in model.items() if t.dim())
@@ -114,7 +91,7 @@ def test_what_was_published_and_swapped_is_saved_byte_for_byte(daemon: Daemon, t
         status, said = refitctl(daemon, "save", "policy", "--version", "7", "-o", str(out))
         assert (status, said["version"], said["files"], said["tensors"]) == (0, 7, 1, len(model))
         assert (out / WHOLE).read_bytes() == (given / WHOLE).read_bytes()
-        # in shards, over a folder that has a config: by another road to the same bytes
+        # written in shards, over a folder that has a config: different steps must give the same bytes
         done: list[tuple[int, int]] = []
         again = refitd.save_checkpoint(
             engine, "policy", given, max_shard_bytes=9000, on_progress=lambda *progress: done.append(progress)
@@ -134,7 +111,7 @@ def test_a_running_trainers_version_is_saved_whole_and_a_disk_that_fails_leaves_
 ) -> None:
     model = shards.whole(3)
     with daemon.connect() as trainer, daemon.connect() as engine:
-        sources = halves(trainer, model)
+        sources = CutSource([trainer], 2, model).sources
         target = engine.register_target("policy", shards.zeros_like(model), replica="a")
         with pytest.raises(refitd.RefusedError, match="no version is live; swap one first"):
             refitd.save_checkpoint(engine, "policy", tmp_path / "out")
@@ -185,7 +162,7 @@ def test_a_version_that_goes_live_between_two_shards_is_saved_in_its_place_or_re
             saved = {n: t for file in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(file).items()}
             assert shards.equal(saved, model)
             stepped = iter([step])
-            with pytest.raises(refitd.RefusedError, match="version 3 went live while 2 was saved; nothing was saved"):
+            with pytest.raises(refitd.RefusedError, match="version 3 went live while 2 was saved; save again"):
                 refitd.save_checkpoint(
                     saver,
                     "policy",
@@ -213,7 +190,7 @@ def test_a_checkpoint_is_refused_by_name_before_anything_is_registered(daemon: D
 def test_no_version_has_parts_of_two_folders_that_look_alike(
     start_daemon: Callable[..., Daemon], tmp_path: Path
 ) -> None:
-    """Names, sizes and times of both are equal, and an automatic swap begins as soon as all parts are published."""
+    """Names, sizes and times of both are equal, and an automatic swap begins when all sections are published."""
     daemon = start_daemon("[models.policy]\nauto_swap = true\n")
     path = folder_of(tmp_path / "given", shards.whole(1))
     other = folder_of(tmp_path / "other", shards.whole(2))
@@ -249,7 +226,7 @@ def test_several_nodes_publish_a_part_each_and_none_leaves_before_all_have(daemo
             return refitd.publish_checkpoint(client, "policy", given, rank=rank, world_size=3, timeout=timeout)
 
     with pytest.raises(refitd.DeadlineExceeded, match=r"parts \[1, 3\] of 3 were not published"):
-        part(1, 0.5)
+        part(1, 2.0)
     with ThreadPoolExecutor() as pool:
         done = list(pool.map(part, range(3), [60.0] * 3))
     assert {each.version for each in done} == {1}
@@ -273,12 +250,12 @@ def test_a_trainer_of_any_size_takes_over_from_a_checkpoint_and_a_checkpoint_fro
             assert publish(daemon, given, swap=True)
             assert shards.equal(live, first)
             with daemon.connect() as trainer:
-                sources = halves(trainer, second)
+                sources = CutSource([trainer], 2, second).sources
                 for source in sources:
                     source.publish(source.next_version)
                 assert trainer.swap("policy").version == 2
                 assert shards.equal(live, second)
-            # the trainer has ended; its versions have not
+            # the trainer has ended; its versions are still there
             assert publish(daemon, given, swap=True)
             assert shards.equal(live, first)
         with daemon.connect() as client:
@@ -292,7 +269,7 @@ def test_no_swap_waits_for_a_replica_that_only_observes_or_ends_with_it(daemon: 
     with daemon.connect() as client, daemon.connect() as other:
         source = client.register_source("policy", model)
         source.publish(1)
-        observer = other.register_target("policy", shards.zeros_like(model), replica="o", observes=True)
+        observer = register(other, "policy", shards.zeros_like(model), "o", Layout(), EngineOptions(observes=True))
         with pytest.raises(refitd.RefusedError, match="has no target"):
             client.swap("policy")
         target = client.register_target("policy", shards.zeros_like(model), replica="a")
@@ -301,7 +278,8 @@ def test_no_swap_waits_for_a_replica_that_only_observes_or_ends_with_it(daemon: 
             assert observer.wait(1) == 1
             source.publish(2)
             assert client.swap("policy").version == 2  # the observer does not poll
-            assert target.version == 2 and observer.version is None
+            eventually(lambda: target.version == 2, "it has committed")  # a rank reports its commit first
+            assert observer.version is None
             assert observer.wait(2) == 2
 
 

@@ -51,7 +51,7 @@ while True:
 
 @pytest.fixture(scope="module")
 def before(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """The environment of a process of the commit before, whose wheel has been built and installed into a folder."""
+    """The environment of a process of the previous commit; its wheel is built and installed into a folder."""
     folder = tmp_path_factory.mktemp("before")
     commit = os.environ.get("REFITD_BEFORE", "HEAD~1")
     packed = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
@@ -62,12 +62,12 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     subprocess.run([*pip, "wheel", "--no-deps", "-w", folder, folder / "tree"], check=True)
     (wheel,) = folder.glob("*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--target", folder / "site", wheel], check=True)
-    # safe: without the working directory, where this commit's refitd lies
+    # safe path: Python must not import this commit's refitd from the working directory
     return {"PYTHONPATH": str(folder / "site"), "PYTHONSAFEPATH": "1"}
 
 
 class Fleet(Cluster):
-    """Two nodes whose processes are of either commit, with an engine on each and a trainer on the first."""
+    """Two nodes whose processes run either commit, with an engine on each and a trainer on the first."""
 
     def __init__(self, of: Mapping[str, Mapping[str, str]]) -> None:
         super().__init__(("n0", "n1"))
@@ -78,7 +78,7 @@ class Fleet(Cluster):
         return self.of[name]
 
     def replace(self, name: str, by: Mapping[str, str]) -> None:
-        """End the coordinator or a daemon, and start the other commit's in its place."""
+        """End the coordinator or a daemon, and start the same process of the other commit."""
         self.of[name] = by
         if name == "coordinator":
             assert self.coordinator.stop() == []
@@ -105,7 +105,7 @@ class Fleet(Cluster):
     def swap(
         self, operator: Mapping[str, str], trainer: subprocess.Popen[str], *engines: subprocess.Popen[str]
     ) -> None:
-        """Publish the next version, and swap to it as this commit's operator, once everybody is there."""
+        """Publish the next version, and swap to it as this commit's operator when all replicas have registered."""
         self.version += 1
         assert trainer.stdin is not None and trainer.stdout is not None
         trainer.stdin.write(f"{self.version}\n")

@@ -27,10 +27,11 @@ from msgspec import structs
 import refitd
 from refitd.metrics.http import HttpServer, Page
 from refitd.protocol.reports import PairTraffic
-from refitd.testing import Daemon, Engine, eventually
+from refitd.testing import Daemon, eventually
 from refitd_cli.dashboard import Pages, Shown
 from refitd_cli.opened import Opened
 from tests.support.cli import PLAN, STATUS, TARGET, FakeClient
+from tests.support.fleet import go_live
 from tests.support.programs import ended
 
 CHROMIUM = shutil.which("chromium")
@@ -44,9 +45,7 @@ def test_the_page_of_a_daemon_is_served_until_ctrl_c(shared_daemon: Daemon) -> N
     with shared_daemon.connect("trainer") as trainer, shared_daemon.connect("engine") as engine:
         source = trainer.register_source("shown", {"w": torch.ones(8)})
         target = engine.register_target("shown", {"w": torch.zeros(8)}, replica="engine-a")
-        source.publish(1)
-        with Engine(target):
-            swap = trainer.swap("shown", timeout=30).swap
+        swap = go_live(trainer, source, 1, target, model="shown").swap
         with ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) as process:
             assert process.stdout is not None
             url = process.stdout.readline().split()[0]
@@ -58,7 +57,7 @@ def test_the_page_of_a_daemon_is_served_until_ctrl_c(shared_daemon: Daemon) -> N
             assert "<title>0 on " in opened(url + plan) and "engine-a rank 0: 32 B" in opened(url + plan)
             assert "copy, compared: " in opened(url + trace)
             with pytest.raises(urllib.error.HTTPError, match="403"):
-                urllib.request.urlopen(urllib.request.Request(url, headers={"Host": "evil.example"}), timeout=5)
+                urllib.request.urlopen(urllib.request.Request(url, headers={"Host": "evil.example"}), timeout=60)
             taken = subprocess.run(
                 [*command[:5], url.split(":")[2].strip("/"), *command[6:]], capture_output=True, text=True, check=False
             )
@@ -78,9 +77,7 @@ def test_names_that_are_markup_or_obeyed_by_terminals_are_shown_as_text(start_da
         for model in names:
             source = trainer.register_source(model, {"w": torch.ones(8)})
             targets = [engine.register_target(model, {"w": torch.zeros(8)}, replica=replica) for replica in names]
-            source.publish(1)
-            with Engine(*targets):
-                trainer.swap(model, timeout=30)
+            go_live(trainer, source, 1, *targets, model=model)
         with pytest.raises(refitd.RefusedError, match="together, at most 480"):
             trainer.register_target("m" * 300, {"w": torch.zeros(8)}, replica="r" * 200)
         for columns in (80, 60):
@@ -100,7 +97,7 @@ def test_names_that_are_markup_or_obeyed_by_terminals_are_shown_as_text(start_da
 
 
 def on_terminal(daemon: Daemon, columns: int, *words: str) -> str:
-    """What a command writes to a terminal of 24 lines."""
+    """Return the output of a command on a terminal of 24 lines."""
     ours, theirs = pty.openpty()
     with open(ours, "rb", buffering=0) as terminal:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -116,13 +113,13 @@ def on_terminal(daemon: Daemon, columns: int, *words: str) -> str:
 
 
 def got(url: str) -> tuple[str, str]:
-    """A page, and its policy."""
-    with urllib.request.urlopen(url, timeout=5) as answer:
+    """Return a page and its content security policy."""
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return answer.read().decode(), answer.headers["Content-Security-Policy"]
 
 
 def opened(url: str) -> str:
-    """A part of the page, once the cluster has been asked for it."""
+    """Return a section of the page when the cluster's answer is in it."""
     found = []
 
     def there() -> bool:
@@ -135,7 +132,7 @@ def opened(url: str) -> str:
 
 
 class AllOpen(Pages):
-    """The page as if somebody had opened everything on it."""
+    """The page with every collapsible element opened."""
 
     def __getitem__(self, path: str) -> Callable[[], Page]:
         make = super().__getitem__(path)
@@ -143,7 +140,7 @@ class AllOpen(Pages):
 
 
 def chromium(url: str, *options: str) -> str:
-    """What headless Chromium prints for a page, after its script has run for some (virtual) seconds."""
+    """Return headless Chromium's dump of a page after its script has run for some (virtual) seconds."""
     command = [CHROMIUM or "", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", *options]
     ran = subprocess.run([*command, url], capture_output=True, text=True, timeout=60, check=True)
     return ran.stdout

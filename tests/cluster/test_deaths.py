@@ -1,11 +1,9 @@
-"""Deaths of workers, clients, coordinators, daemons: named, nothing hung or lost, and the old version still serves."""
+"""Deaths of workers, clients, coordinators, daemons: each is named, no call hangs, the old version is still live."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +14,7 @@ import pytest
 import refitd
 from refitd.testing import Daemon, Engine, ProcessFailed, RunningSwap, eventually, stopped
 from tests.support import shards
-from tests.support.programs import ended
+from tests.support.programs import Program, python
 from tests.support.two_replicas import Fleet
 
 
@@ -43,26 +41,20 @@ def test_a_stopped_worker_ends_the_swap_at_its_deadline(fleet: Fleet) -> None:
         running = RunningSwap(fleet.daemon.connect(), "policy", 2, timeout=1.0)
         with pytest.raises(refitd.RefitFailed, match=r"phase stage ended at its deadline .* waiting for n0"):
             running.result()
-        # those that did not answer have been replaced: the next swap needs nobody's help
+        # silent workers have been replaced: the next swap needs no manual step
         assert fleet.swap_succeeds() and fleet.serves_second()
 
 
-def in_other_process(daemon: Daemon, code: str) -> subprocess.Popen[bytes]:
-    """Run a client in a process of its own; it says "there" on stdout when it has come that far."""
-    head = f"""
-        import os, sys, torch, refitd
-        client = refitd.connect({str(daemon.directory)!r}, name="victim")
-        def there(): os.write(1, b"there")
-    """
-    program = textwrap.dedent(head) + textwrap.dedent(code)
-    return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-
 @contextmanager
-def victim(daemon: Daemon, code: str) -> Iterator[subprocess.Popen[bytes]]:
-    with ended(in_other_process(daemon, code)) as process:
-        assert process.stdout is not None
-        assert process.stdout.read(5) == b"there"
+def victim(daemon: Daemon, code: str) -> Iterator[Program]:
+    """Run a client in another process, until it says that it is there."""
+    head = """
+        import os, sys, torch, refitd
+        client = refitd.connect(sys.argv[1], name="victim")
+        def there(): os.write(1, b"there\\n")
+    """
+    with Program(python(daemon, textwrap.dedent(head) + textwrap.dedent(code))) as process:
+        assert process.line() == "there"
         yield process
 
 
@@ -100,7 +92,7 @@ def test_an_engine_that_its_supervisor_restarts_in_the_middle_of_a_swap_is_back_
         running = RunningSwap(fleet.daemon.connect(), "policy", 2)
         running.wait_phase("stage")
         process.kill()
-        with victim(fleet.daemon, VICTIM_TARGET) as successor:  # at once, under the same name
+        with victim(fleet.daemon, VICTIM_TARGET) as successor:  # registers immediately, under the dead client's name
             with pytest.raises(refitd.RefitFailed, match=rf"victim rank 0 \(node n0, .+ pid {process.pid}\)"):
                 running.result()
 
@@ -137,25 +129,11 @@ def test_a_client_that_dies_while_registering_leaves_nothing(fleet: Fleet) -> No
         os.kill(os.getpid(), 9)
     """
     with victim(fleet.daemon, code) as process:
-        process.wait(10)
+        process.process.wait()
         eventually(
             lambda: (fleet.daemon.node().arenas, fleet.daemon.node().clients) == (before.arenas, before.clients),
             "the dead client's arenas are freed",
         )
-    assert fleet.swap_succeeds() and fleet.serves_second()
-
-
-def test_a_coordinator_that_dies_beside_its_daemon_is_started_again_and_loses_nothing(fleet: Fleet) -> None:
-    def pid() -> int:
-        try:
-            return fleet.trainer.status().coordinator_pid
-        except refitd.TransportError:
-            return first
-
-    first = fleet.trainer.status().coordinator_pid
-    eventually(lambda: fleet.trainer.status().uptime_s > 3.5, "it has run for a while")
-    os.kill(first, signal.SIGKILL)
-    eventually(lambda: pid() != first, "another coordinator answers", timeout=60)
     assert fleet.swap_succeeds() and fleet.serves_second()
 
 
@@ -170,37 +148,9 @@ def test_a_coordinator_that_cannot_start_ends_the_daemon_with_the_reason(
 def test_a_client_notices_at_once_that_the_daemon_is_gone(daemon: Daemon) -> None:
     with daemon.connect() as client:
         target = client.register_target("policy", shards.whole(1), replica="r")
-        called = client.register_target("policy", shards.whole(1), replica="c", on_commit=lambda commit: commit.apply())
         daemon.kill()
         with pytest.raises(refitd.PeerLost, match="daemon of node n0 has ended"):
             target.wait(1, timeout=10)
         with pytest.raises(refitd.PeerLost):
             client.status()
-        eventually(lambda: isinstance(called.error, refitd.PeerLost), "the engine with a callback is told as well")
-
-
-def test_a_coordinator_that_is_killed_and_comes_back_is_told_everything_again(
-    start_daemon: Callable[..., Daemon],
-) -> None:
-    daemon = start_daemon(standalone=False)
-    coordinator = daemon.start_coordinator()
-    with daemon.connect() as client:
-        full = shards.whole(1)
-        source = client.register_source("policy", full)
-        live = shards.zeros_like(full)
-        target = client.register_target("policy", live, replica="r")
-        source.publish(1)
-        with Engine(target):
-            client.swap("policy", 1, timeout=60)
-            coordinator.kill()
-            with pytest.raises(refitd.TransportError, match="coordinator"):
-                client.swap("policy", 1, timeout=60)
-            daemon.start_coordinator()
-            eventually(lambda: bool(client.status().models), "members are known again")
-            status = client.status().models[0]
-            assert status.complete_versions == (1,)
-            assert status.targets[0].version == 1
-            full["layers.0.norm.weight"].add_(1)
-            source.publish(2)
-            assert client.swap("policy", 2, timeout=60).outcome == "committed"
-        assert shards.equal(live, full)
+        eventually(lambda: isinstance(target.error, refitd.PeerLost), "the target says it")

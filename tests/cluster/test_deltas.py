@@ -1,4 +1,4 @@
-"""Between nodes, only changes since the engines' version are sent, and the result is proven whole."""
+"""Between nodes, only changes since the engines' version are sent, and the complete result is verified."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import refitd
 from refitd import MXFP8Buffer
 from refitd.testing import Daemon, Engine, RunningSwap, eventually
 from tests.support import shards
+from tests.support.controls import controlled
+from tests.support.fleet import CutReplica, CutSource
 
 Nodes = tuple[Daemon, ...]
 Tensors = dict[str, torch.Tensor]
@@ -28,14 +30,14 @@ def made(seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensors:
 
 
 def changed(tensors: Tensors, share: float, seed: int) -> int:
-    """Change so many of the elements, in place, at random; return how many."""
+    """Change the given share of the elements, in place, at random; return how many."""
     random, count = np.random.default_rng(seed), 0
     for tensor in tensors.values():
         words = tensor.view(torch.uint8).numpy().reshape(-1).view(f"u{tensor.element_size()}")
         which = random.random(len(words)) < share
         words[which] ^= np.array(
             1 << (8 * tensor.element_size() - 9), words.dtype
-        )  # of a float32 what bfloat16 has, too
+        )  # change bits of a float32 that bfloat16 has too
         count += int(which.sum())
     return count
 
@@ -88,7 +90,7 @@ class Pair:
 
 
 def test_what_changed_crosses_and_a_base_that_is_wrong_goes_live_nowhere(nodes: Callable[..., Nodes]) -> None:
-    """An engine whose versions flip: its base is what it serves, which it could write to."""
+    """A flipping engine's base is the version that it serves, and the engine could have written to it."""
     pair = Pair(nodes)
     live = pair.empty(flips=True)
     pair.add(live, "a", mode="flip")
@@ -102,7 +104,7 @@ def test_what_changed_crosses_and_a_base_that_is_wrong_goes_live_nowhere(nodes: 
     pair.digested(3)
     live["norm"].view(torch.int16)[900] ^= 1
     changed(pair.held, 0.01, 4)
-    with pytest.raises(refitd.SwapFailed, match=r"is not what .* an engine there serves.* swap again"):
+    with pytest.raises(refitd.SwapFailed, match=r"differ from the bytes .* an engine there serves.* swap again"):
         pair.swap(4)
     assert pair.targets[0].version == 3
     assert torch.equal(live["norm"][:900], served[:900])
@@ -112,7 +114,7 @@ def test_what_changed_crosses_and_a_base_that_is_wrong_goes_live_nowhere(nodes: 
     assert pair.swap(5).crossing.delta_bytes, "version 4 was proven, and is a base again"
     pair.digested(5)
     live["norm"].view(torch.int16)[900] ^= 1
-    with pytest.raises(refitd.SwapFailed, match="is not what"):
+    with pytest.raises(refitd.SwapFailed, match="differ from the bytes"):
         pair.swap(6)
     got = []
     for version, publish in ((6, False), (7, True), (8, True)):
@@ -136,7 +138,7 @@ def test_a_delta_altered_on_the_cable_costs_no_rank_its_deltas(
     before = {name: tensor.clone() for name, tensor in live.items()}
     changed(pair.held, 0.01, 3)
     meddle("delta n1")
-    with pytest.raises(refitd.SwapFailed, match=r"is not what .* as a delta"):
+    with pytest.raises(refitd.SwapFailed, match=r"differ from the bytes .* as a delta"):
         pair.swap(3)
     meddle("")
     assert shards.equal(live, before)
@@ -154,7 +156,7 @@ def test_a_delta_altered_on_the_cable_costs_no_rank_its_deltas(
 
 @pytest.mark.slow
 def test_a_wrong_base_is_known_however_late_its_daemon_hears_of_it(nodes: Callable[..., Nodes]) -> None:
-    """The sender's node reports the difference first; the abort and the receiver's report then wait side by side."""
+    """The sender's node reports the difference first; then the abort and the receiver's report are queued together."""
     pair = Pair(nodes)
     live = pair.empty(flips=True)
     pair.add(live, "a", mode="flip")
@@ -172,7 +174,7 @@ def test_a_wrong_base_is_known_however_late_its_daemon_hears_of_it(nodes: Callab
         os.kill(worker, signal.SIGCONT)
         eventually(lambda: "phase=aborted" in pair.n0.log(), "the sender has reported it")
         os.kill(pair.n1.pid, signal.SIGCONT)
-        with pytest.raises(refitd.SwapFailed, match="is not what"):
+        with pytest.raises(refitd.SwapFailed, match="differ from the bytes"):
             swapping.result()
     assert pair.swap(2, publish=False).crossing.delta_bytes == 0
     pair.check()
@@ -209,7 +211,7 @@ def test_a_version_is_proven_whole_whatever_share_of_it_crossed(nodes: Callable[
 
 @pytest.mark.slow
 def test_a_rank_that_lacks_the_version_before_gets_all_of_it(nodes: Callable[..., Nodes]) -> None:
-    """What was staged and aborted has overwritten it; a replica is new; a rollback goes from the newer to the older."""
+    """An aborted staging has overwritten the base; a new replica has none; a rollback goes from newer to older."""
     pair = Pair(nodes)
     pair.add(pair.empty(), "a")
     pair.swap(1)
@@ -235,7 +237,7 @@ def test_a_rank_that_lacks_the_version_before_gets_all_of_it(nodes: Callable[...
             raise RuntimeError("not now")
 
     late = pair.empty()
-    target = pair.engine.register_target("policy", late, replica="c", on_pause=stand_still)
+    target = controlled(pair.engine, "policy", late, replica="c", pause=stand_still)
     eventually(lambda: target.version == 2, "it has caught up")
     refuses.set()
     changed(pair.held, 0.01, 3)
@@ -257,32 +259,21 @@ def test_a_rank_that_lacks_the_version_before_gets_all_of_it(nodes: Callable[...
 def test_ranks_of_both_sides_on_both_nodes_and_mxfp8(nodes: Callable[..., Nodes]) -> None:
     n0, n1 = nodes(2, workers=(2, 2))
     with n0.connect() as c0, n1.connect() as c1:
-        sources, targets = [], []
-        for rank, client in enumerate((c0, c1)):
-            mine = shards.cut(shards.whole(1), rank, 2)
-            described = shards.describe(mine, rank, 2)
-            sources.append((client.register_source("policy", mine, rank=rank, world_size=2, metadata=described), mine))
-        for rank in range(4):
-            mine = shards.zeros_like(shards.cut(shards.whole(0), rank, 4))
-            options = {"rank": rank, "world_size": 4, "metadata": shards.describe(mine, rank, 4)}
-            targets.append(((c0, c1)[rank % 2].register_target("policy", mine, replica="fine", **options), mine))
+        sources = CutSource([c0, c1], 2, shards.whole(1))
+        replica = CutReplica([c0, c1], "fine", 4)
         quantized = {
             name: MXFP8Buffer.empty(tuple(t.shape)) if t.dim() == 2 and t.shape[1] % 32 == 0 else torch.zeros_like(t)
             for name, t in shards.whole(0).items()
         }
-        targets.append((c1.register_target("policy", quantized, replica="mxfp8"), quantized))
+        converts = c1.register_target("policy", quantized, replica="mxfp8")
         full = shards.whole(1)
-        with Engine(*(target for target, _ in targets)):
+        with Engine(*replica.targets, converts):
             for version in range(1, 6):
                 changed(full, 0.02, version)
-                for rank, (source, mine) in enumerate(sources):
-                    for name, tensor in shards.cut(full, rank, 2).items():
-                        mine[name].copy_(tensor)
-                    source.publish(version)
+                sources.publish(full, version)
                 report = c0.swap("policy", version, timeout=90)
                 assert (report.crossing.delta_bytes == report.crossing.bytes) == (version > 1)
-                for rank in range(4):
-                    assert shards.equal(targets[rank][1], shards.cut(full, rank, 4))
+                assert replica.holds(full)
                 for name, tensor in full.items():
                     held = quantized[name]
                     if isinstance(held, torch.Tensor):

@@ -40,7 +40,7 @@ def test_a_buffer_that_has_moved_fails_the_commit_by_name(daemon: Daemon) -> Non
 
 @pytest.mark.slow
 def test_a_weight_that_moves_during_the_commit_fails_it_by_name(daemon: Daemon) -> None:
-    """What a load function of an engine does that replaces parameters instead of writing them."""
+    """Engines have load functions that replace parameters instead of writing them."""
 
     def register(engine: refitd.Client) -> object:
         mine = {name: torch.zeros_like(tensor) for name, tensor in model(0).items()}

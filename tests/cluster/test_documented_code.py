@@ -19,20 +19,21 @@ from tests.support.pages import Page, While, all_blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-# What runs the blocks that are not run here, by page and a text in them.
+# The file that runs each block that is not run here, by page and a text in the block.
 ELSEWHERE = {
     ("docs/tutorial.md", "# engine.py"): "tests/cluster/test_tutorial.py",
     ("docs/tutorial.md", "# trainer.py"): "tests/cluster/test_tutorial.py",
     ("docs/fsdp.md", "fully_shard"): "examples/fsdp2_trainer.py",
-    ("docs/flat.md", "fsdp1_tensors"): "examples/fsdp1_trainer.py",
+    ("docs/fsdp.md", "fsdp1_tensors"): "examples/fsdp1_trainer.py",
     ("docs/megatron.md", "model_chunks"): "examples/megatron_trainer.py",
     ("docs/megatron.md", "Padded(words, rows=tokenizer_size)"): "tests/unit/test_mismatches.py",
-    ("docs/peft.md", "adapter_tensors(model)"): "examples/lora_trainer.py",
-    ("docs/peft.md", "merged(model)"): "tests/cluster/test_peft.py",
-    ("docs/peft.md", "iter(weights)"): "tests/cluster/test_peft.py",
+    ("docs/megatron.md", "halves"): "tests/unit/test_mismatches.py",
+    ("docs/recipes.md", "adapter_tensors(model)"): "examples/lora_trainer.py",
+    ("docs/recipes.md", "merged(model)"): "tests/cluster/test_peft.py",
+    ("docs/recipes.md", "iter(weights)"): "tests/cluster/test_peft.py",
     ("docs/vllm.md", 'cast="bfloat16")'): "examples/vllm_trainer.py",
     ("docs/vllm.md", "WeightTransferTrainerFactory"): "scripts/try-engines",
-    ("docs/trl.md", "AsyncGRPOTrainer"): "examples/trl_trainer.py",
+    ("docs/vllm.md", "AsyncGRPOTrainer"): "examples/trl_trainer.py",
     ("docs/sglang.md", "import sglang"): "tests/cluster/test_sglang_real.py",
     ("docs/recipes.md", ""): "the frameworks that the page names; its table says what was run",
 }
@@ -41,11 +42,11 @@ RUN = (
     ("README.md", "train_one_step"), ("README.md", "generate_one_token"), ("docs/use.md", GROUPS),
     ("docs/use.md", "described = ["), ("docs/use.md", "source.lend"), ("docs/use.md", "declare_source("),
     ("docs/use.md", "partial=trained"), ("docs/use.md", "publish_checkpoint"), ("docs/use.md", "target.wait(1)"),
-    ("docs/use.md", "def agree"), ("docs/use.md", "target.suspend()"), ("docs/use.md", "on_pause="),
-    ("docs/use.md", "control_replica"), ("docs/use.md", "client.build("), ("docs/use.md", "trace_loader("),
+    ("docs/use.md", "target.suspend()"), ("docs/use.md", "control_replica"), ("docs/use.md", "client.memory("),
+    ("docs/use.md", "trace_loader("),
     ("docs/use.md", "MXFP8Offer"), ("docs/use.md", "testing.Daemon()"), ("docs/use.md", "get_or_create_service"),
     ("docs/use.md", "MXFP8ReshardTransform"), ("docs/fsdp.md", "cast=True"), ("docs/megatron.md", "Fused("),
-    ("docs/peft.md", "stacked_a"),
+    ("docs/recipes.md", "stacked_a"),
 )  # fmt: skip
 
 
@@ -66,7 +67,7 @@ def fleet(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
 
 
 class Fleet:
-    """Pages over one daemon; their clients are closed at the end. `client` is another client."""
+    """Pages over one daemon; their clients are closed at the end. `client` is a separate client."""
 
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
@@ -149,7 +150,7 @@ def test_lent_and_produced_versions(fleet: Fleet) -> None:
 
 
 class Reregistering:
-    """A client for a block of alternatives: a registration ends the one before."""
+    """A client for a block of alternatives: each registration closes the one before."""
 
     def __init__(self, client: refitd.Client) -> None:
         self._client = client
@@ -190,33 +191,6 @@ def test_checkpoints(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert saved.version == 1 and (tmp_path / "policy-v7").is_dir()
 
 
-def test_ranks_that_agree(fleet: Fleet) -> None:
-    """Two threads stand for two processes, whose all_reduce they do themselves."""
-    meet, votes = threading.Barrier(2, timeout=60), {}
-
-    def all_reduce(value: torch.Tensor, op: object) -> None:
-        votes[threading.get_ident()] = value.item()
-        meet.wait()
-        value.fill_(min(votes.values()))
-        meet.wait()
-
-    alike = SimpleNamespace(all_reduce=all_reduce, ReduceOp=torch.distributed.ReduceOp)
-    ways = SimpleNamespace(tensor=torch.tensor, distributed=alike)
-    stop = threading.Event()
-    pages, threads = [], []
-    for rank in range(2):
-        page = fleet.page("docs/use.md", torch=ways, rank=rank, groups=None, model=layer())
-        page.names |= {"serving": While(page.names, 1, stop), "generate_one_token": lambda _: time.sleep(0.01)}
-        pages.append(page)
-        threads.append(threading.Thread(target=page.run, args=("def agree",)))
-        threads[-1].start()
-    fleet.offers(model := layer(5.0))
-    fleet.client.swap("policy", 1, wait=60)
-    for thread in threads:
-        thread.join(60)
-    assert all(torch.equal(page.names["model"].weight, model.weight) for page in pages)
-
-
 def test_an_engine_that_sleeps(fleet: Fleet) -> None:
     page = fleet.page("docs/use.md", model=layer(), engine=SimpleNamespace(sleep=lambda: None, wake_up=lambda: None))
     page.names["target"] = target = page.names["client"].register_target("policy", page.names["model"], replica="a")
@@ -227,14 +201,11 @@ def test_an_engine_that_sleeps(fleet: Fleet) -> None:
     assert target.version == 1
 
 
-def test_callbacks_and_a_controller(fleet: Fleet) -> None:
+def test_a_controller(fleet: Fleet) -> None:
     said: list[str] = []
-    model = layer()
     engine = SimpleNamespace(
-        drain=lambda: said.append("drain"), go_on=lambda: said.append("on"), pause=lambda: said.append("pause"),
-        resume=lambda: said.append("resume"), refuse=lambda: said.append("refuse"),
+        pause=lambda: said.append("pause"), resume=lambda: said.append("resume"), refuse=lambda: said.append("refuse")
     )  # fmt: skip
-    fleet.page("docs/use.md", model=model, engine=engine).run("on_pause=")
     page = fleet.page("docs/use.md", engine=engine)
     ranks = layer()
     controlled = page.names["client"].register_target("policy", ranks, replica="d", controlled=True)
@@ -242,15 +213,15 @@ def test_callbacks_and_a_controller(fleet: Fleet) -> None:
     page.run("control_replica")
     fleet.offers(layer(7.0))
     fleet.client.swap("policy", 1, wait=60)
-    assert model.weight[0, 0] == ranks.weight[0, 0] == 7.0
-    eventually(lambda: {*said} == {"drain", "on", "pause", "take_over", "resume"}, "both have gone on")
+    assert ranks.weight[0, 0] == 7.0
+    eventually(lambda: {*said} == {"pause", "commit", "resume"}, "the engine was resumed")
 
 
 def test_memory_that_flips(fleet: Fleet) -> None:
     loads = SimpleNamespace(from_pretrained=lambda *_, **__: layer())
-    names = {"AutoModelForCausalLM": loads, "Model": lambda _: layer(), "config": None, "path": "", "NAME": ""}
-    page = fleet.page("docs/use.md", **names, weights={"weight": torch.ones(8, 8)})
-    placed = page.run("client.build(", **{"17 << 30": "1 << 20"})
+    names = {"AutoModelForCausalLM": loads, "path": "", "NAME": ""}
+    page = fleet.page("docs/use.md", **names)
+    placed = page.run("client.memory(", **{"17 << 30": "1 << 20"})
     assert placed.target.flips and placed.adopted.tensors == 1
     stop = threading.Event()
     following = fleet.page("docs/fsdp.md", **names, generate_one_token=lambda _: time.sleep(0.01))
@@ -315,7 +286,7 @@ def test_a_test_of_ones_own() -> None:
 
 def test_a_slot_of_higher_rank(fleet: Fleet) -> None:
     stacked = {"stacked_a": torch.zeros(2, 8, 16), "stacked_b": torch.zeros(2, 16, 8)}
-    assert fleet.page("docs/peft.md", r=4, **stacked).run("stacked_a").target.version is None
+    assert fleet.page("docs/recipes.md", r=4, **stacked).run("stacked_a").target.version is None
 
 
 def test_without_the_service(tmp_path: Path) -> None:

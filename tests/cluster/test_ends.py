@@ -30,7 +30,7 @@ class Ran:
         self.status, self.stderr = status, stderr
 
     def said(self, *words: str) -> None:
-        """It has said one plain line, and these words in it."""
+        """Check that the process printed one plain line with these words."""
         assert "Traceback" not in self.stderr and "Exception ignored" not in self.stderr, self.stderr
         assert len(self.stderr.splitlines()) == 1, self.stderr
         for word in words:
@@ -38,9 +38,9 @@ class Ran:
 
 
 def ran(command: list[str], shell: str = "", **options: object) -> Ran:
-    """Run a command, with redirections of sh; its stdout is nobody's business."""
+    """Run a command, with redirections of sh; drop its stdout."""
     given: dict[str, object] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "timeout": RUN_S, **options}
-    # Python keeps bytecode of which a limit has cut a part off, and every later import of that module fails
+    # a file size limit truncates cached bytecode, and every later import of that module fails
     given["env"] = {**os.environ, **given.get("env", {}), "PYTHONDONTWRITEBYTECODE": "1"}  # type: ignore[dict-item]
     if shell:
         command = ["sh", "-c", f'exec "$@" {shell}', "sh", *command]
@@ -84,7 +84,7 @@ def test_reader_that_leaves_ends_a_command_with_one_line(shared_daemon: Daemon) 
         finally:
             os.close(write)
         assert found.status == 1
-        found.said("refitctl: nobody reads its output any more")
+        found.said("refitctl: the reader of its output has ended")
 
 
 def test_head_takes_what_it_wants(shared_daemon: Daemon) -> None:
@@ -105,8 +105,8 @@ def test_services_run_without_any_standard_stream(tmp_path: Path, what: str) -> 
     process = subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command])
     try:
         made = directory / ("refitd.sock" if what == "serve" else "coordinator.sock")
-        eventually(made.exists, "it listens", 30)
-        for fd in ("0", "1", "2"):  # no socket and no journal has their numbers
+        eventually(made.exists, "it listens")
+        for fd in ("0", "1", "2"):  # no socket or journal has these descriptor numbers
             assert os.readlink(f"/proc/{process.pid}/fd/{fd}") == "/dev/null"
     finally:
         process.terminate()
@@ -165,9 +165,9 @@ sys.meta_path.insert(0, Interrupt())
 
 
 OF_STATUS = ("refitd_cli.control", "refitd_cli.group", "refitd.errors", "refitd_cli.commands.status", "refitd.client")
-OF_DOCTOR = ("refitd_cli.checks", "refitd.buffers.cuda", "rich")
+OF_DOCTOR = ("refitd_cli.commands.doctor", "refitd.buffers.cuda", "rich")
 OF_SERVE = ("click", "refitd.config", "zmq", "tomllib")
-OF_COORDINATOR = ("refitd_cli.settings", "refitd.coordinator.main", "sqlite3")
+OF_COORDINATOR = ("refitd_cli.session", "refitd.coordinator.main", "sqlite3")
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_hostile_names_of_a_running_cluster_reach_no_terminal_and_no_log(daemon:
                 plain = subprocess.run([*CTL, *command, *address], capture_output=True, timeout=RUN_S, check=False)
                 text = plain.stdout.decode() + plain.stderr.decode()
                 assert all(char.isprintable() for char in text if char != "\n"), text
-                if command[0] in ("swap", "plan", "abort", "manifest"):  # whose lines are not folded into cells
+                if command[0] in ("swap", "plan", "abort", "manifest"):  # their lines are not folded into cells
                     assert "[red]" in text and ":boom:" in text, (command, text)
                 if not shown:
                     assert len(plain.stderr.decode().splitlines()) == 1

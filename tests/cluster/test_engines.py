@@ -1,4 +1,4 @@
-"""Real engines (scripts/try-engines installs them), refitted with exactly the bytes that their own loaders give."""
+"""Real engines (scripts/try-engines installs them), refitted with exactly the bytes that their loaders produce."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def printed(output: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "script",
-    ["fsdp2_trainer.py", pytest.param("fsdp1_trainer.py", marks=pytest.mark.slow)],  # as much again
+    ["fsdp2_trainer.py", pytest.param("fsdp1_trainer.py", marks=pytest.mark.slow)],  # the same amount again
 )
 def test_a_trainer_of_two_ranks_gives_an_engine_every_step(daemon: Daemon, script: str) -> None:
     engine = start(daemon, EXAMPLES / "engine.py", "--versions", str(STEPS))

@@ -1,16 +1,14 @@
-"""Forked processes: a child keeps nothing open, and its client tells it to connect again."""
+"""Forked processes: a child inherits no open connection, and its client says to connect again."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-import subprocess
 
 import pytest
 import torch
 
-import refitd
 from refitd.testing import Daemon, Engine, eventually
 from tests.support import programs
 from tests.support.flips import Fleet, holds
@@ -30,13 +28,10 @@ target.wait(99, timeout=600)
 
 
 def test_a_killed_engine_is_gone_though_a_child_that_it_forked_lives(daemon: Daemon, trainer: Trainer) -> None:
-    command = programs.python(daemon, PARENT)
-    engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=programs.ROOT)
-    assert engine.stdout is not None
-    child = int(engine.stdout.readline())
+    engine = programs.Program(programs.python(daemon, PARENT))
+    child = int(engine.line())
     try:
         engine.kill()
-        engine.wait(ANSWER_S)
         eventually(lambda: not trainer.targets(), "the engine that was killed is gone")
         os.kill(child, 0)  # it lives
         with daemon.connect("again") as client:
@@ -48,7 +43,6 @@ def test_a_killed_engine_is_gone_though_a_child_that_it_forked_lives(daemon: Dae
             assert torch.all(weights["w"] == trainer.version)
     finally:
         os.kill(child, signal.SIGKILL)
-        engine.stdout.close()
 
 
 def test_versions_flip_and_are_proven_while_a_child_holds_the_arenas_as_they_were(daemon: Daemon) -> None:
@@ -63,44 +57,6 @@ def test_versions_flip_and_are_proven_while_a_child_holds_the_arenas_as_they_wer
     finally:
         child.kill()
         child.join(ANSWER_S)
-
-
-def _in_child(client: refitd.Client, target: object, source: object, said: object) -> None:
-    found = []
-    for call in (client.status, target.poll, lambda: target.wait(1), lambda: source.publish(5)):  # type: ignore[attr-defined]
-        try:
-            call()
-            found.append("it was done")
-        except refitd.RefitdError as exc:
-            found.append(str(exc))
-    client.close()
-    said.put(found)  # type: ignore[attr-defined]
-
-
-def test_a_forked_child_is_told_to_connect_again_and_its_parent_goes_on(daemon: Daemon, trainer: Trainer) -> None:
-    weights = {"w": torch.zeros(64, 64)}
-    with daemon.connect("engine") as client:
-        target = client.register_target("policy", weights, replica="a")
-        context = multiprocessing.get_context("fork")
-        said = context.Queue()
-        child = context.Process(target=_in_child, args=(client, target, trainer.source, said))
-        child.start()
-        found = said.get(timeout=ANSWER_S)
-        child.join(ANSWER_S)
-        assert child.exitcode == 0
-        assert all(f"belongs to pid {os.getpid()}" in text and "connect again after fork" in text for text in found), (
-            found
-        )
-        trainer.publish()
-        with Engine(target):
-            trainer.client.swap("policy", timeout=ANSWER_S)
-        assert torch.all(weights["w"] == trainer.version)
-        # one that is forked now serves nothing: it would not hear that the version is over
-        child = context.Process(target=lambda: said.put((target.version, target.fenced)))
-        child.start()
-        version, fenced = said.get(timeout=ANSWER_S)
-        child.join(ANSWER_S)
-        assert version is None and "forked" in fenced and target.version == trainer.version
 
 
 BORN = """
@@ -140,20 +96,18 @@ def test_closing_hangs_up_though_a_forked_child_lives(daemon: Daemon, trainer: T
 
 READS = """
 import os, sys, torch, refitd
-from refitd.testing import Engine
+from tests.support.fleet import go_live
 folder, where = sys.argv[1:3]
 client, trainer = refitd.connect(folder, name="serves"), refitd.connect(folder, name="trains")
 given = {"w": torch.zeros(300, 70)}
 source = trainer.register_source("policy", given)
-lent = trainer.register_source("lent", {"w": torch.zeros(4, 4)}, pull=True)
+lent = trainer.register_source("lent", trainer.allocate({"w": ((4, 4), torch.float32)}))
 live = client.allocate({"w": ((300, 70), torch.float32)}) if where == "shared" else {"w": torch.zeros(300, 70)}
 target = client.register_target("policy", live, replica="a")
 
 def swap(version):
     given["w"].fill_(version)
-    source.publish(version)
-    with Engine(target):
-        trainer.swap("policy", version, timeout=30)
+    go_live(trainer, source, version, target)
 
 swap(1)
 lease = lent.lend(1)
@@ -167,6 +121,7 @@ if os.fork() == 0:
         "poll": target.poll, "wait": lambda: target.wait(2), "resume": target.resume, "suspend": target.suspend,
         "verify": lambda: client.verify("policy"), "tensors": lambda: client.tensors("policy"),
         "status": client.status, "next": lambda: source.next_version, "lend": lambda: source.lend(7),
+        "publish": lambda: source.publish(7),
         "ended": lambda: lease.has_ended, "lease": lambda: lease.wait(30), "swap": lambda: client.swap("policy"),
         "again": lambda: client.register_target("policy", live, replica="b"),
         "free": lambda: client.free(live), "allocate": lambda: client.allocate({"x": ((1,), torch.float32)}),

@@ -1,4 +1,4 @@
-"""The daemon parts of scripts/gpu-check, run with the fake driver so that they work once there is a GPU."""
+"""The daemon checks of scripts/gpu-check, run with the fake driver to keep them working for machines with a GPU."""
 
 from __future__ import annotations
 

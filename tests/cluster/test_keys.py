@@ -16,6 +16,7 @@ import refitd
 from refitd.protocol import keys, local
 from refitd.protocol.channel import Dealer
 from refitd.testing import Daemon, Engine, eventually
+from tests.support.fleet import go_live
 from tests.support.keyed import JOIN_S, Head, Nodes, joined, why_not
 
 
@@ -25,7 +26,7 @@ def nodes(head: Head, tmp_path: Path, start_daemon: Callable[..., Daemon]) -> No
 
 
 def says(daemon: Daemon, text: str) -> None:
-    """Wait until the daemon's log and its clients' errors say this of the coordinator."""
+    """Wait until the daemon's log and its clients' errors contain this about the coordinator."""
     eventually(lambda: text in daemon.log(), f"the log says {text!r}:\n{daemon.log()}", JOIN_S)
     with daemon.connect() as client:
         eventually(lambda: text in why_not(client), f"clients are told {text!r}", JOIN_S)
@@ -61,8 +62,8 @@ def test_peer_without_a_key_is_not_heard_not_even_over_loopback(head: Head, node
         said = set()
 
         def both_have_said_it() -> bool:
-            # Whoever reads the other's greeting first hangs up, and the other may see only that: it tries again, as a
-            # daemon does.
+            # The end that reads the other's greeting first hangs up, and the other may see only the hang-up. It then
+            # retries, as a daemon does.
             said.add(stranger.failure())
             stranger.retry()
             return "a peer uses no keys" in head.log() and any(
@@ -193,15 +194,13 @@ def test_replica_that_nobody_expects_is_refused_and_neither_gets_weights_nor_blo
                 refitd.RefusedError, match=rf"nobody expects replica '{name}'.*models\.policy\.replicas.*'engine-\*'"
             ):
                 stranger.register_target("policy", {"w": torch.zeros(64, 64)}, replica=name)
-        source.publish(2)
-        with Engine(target):
-            report = trainer.swap("policy", 2, timeout=60)
+        report = go_live(trainer, source, 2, target)
         assert [member.replica for member in report.members] == ["engine-0"]
         late = torch.zeros(64, 64)
-        # one that is expected is caught up as before
+        # an expected replica is caught up as before
         with Engine(joins := stranger.register_target("policy", {"w": late}, replica="canary")):
-            eventually(lambda: joins.version == 2, "the replica that is expected is caught up", 20)
-        # another model lists nobody
+            eventually(lambda: joins.version == 2, "the replica that is expected is caught up")
+        # another model has no list of expected replicas
         stranger.register_target("other", {"w": torch.zeros(8)}, replica="any").close()
 
 
@@ -221,5 +220,4 @@ def test_key_that_may_not_act_as_an_engine_is_given_no_weights_by_catch_up(head:
             assert trainer.swap("policy", 1, timeout=60).outcome == "committed"
             with pytest.raises(refitd.RefusedError, match=r"needs the role engine.*security\.allowed"):
                 stranger.register_target("policy", {"w": torch.zeros(64, 64)}, replica="s")
-            source.publish(2)
-            assert trainer.swap("policy", 2, timeout=60).outcome == "committed"
+            go_live(trainer, source, 2)

@@ -13,23 +13,24 @@ import pytest
 import torch
 
 import refitd
-from refitd.client import Client, commit_points
+from refitd.client import Client, commit_state
 from refitd.client.commit_state import CommitState
 from refitd.client.target import Target
 from refitd.protocol.base import Message
 from refitd.protocol.local import PrepareCommit
 from refitd.testing import Daemon, Engine, RunningSwap, eventually
 from tests.support import shards
+from tests.support.fleet import CutReplica, go_live
 
 
 class Replica:
-    """Two ranks that poll on threads of their own, before every step, and end it together.
+    """Two ranks, each with a thread that polls before every step; both end a step together.
 
     `served[rank]` is the version that the rank served in each step.
     """
 
     def __init__(self, *daemons: Daemon, by_step: bool = False) -> None:
-        self._daemons = daemons  # rank 1 is with the last one
+        self._daemons = daemons  # rank 1 is a client of the last one
         self._by_step = by_step
         self._stop = threading.Event()
         self._collective = threading.Barrier(2)
@@ -57,7 +58,7 @@ class Replica:
             while True:
                 if self._stop.is_set():
                     self._collective.abort()
-                self._collective.wait(20)  # nobody begins a step before all have ended the one before
+                self._collective.wait(60)  # a step begins after all ranks have ended the step before
                 if self._returns[rank].is_set():
                     self._clients[rank].close()
                     self._clients[rank], self.targets[rank] = self._register(rank)
@@ -72,7 +73,7 @@ class Replica:
             self._collective.abort()
 
     def return_alone(self, rank: int) -> None:
-        """Have one rank end its session and register anew, between two of its steps, and wait until it serves."""
+        """Have one rank close its session between two steps and register again; wait until it serves."""
         self._returns[rank].set()
         eventually(lambda: not self._returns[rank].is_set(), "it has registered again")
         eventually(lambda: self.targets[rank].version is not None, "it serves the live version")
@@ -85,7 +86,7 @@ class Replica:
             client.close()
 
     def steps(self) -> list[tuple[int, int]]:
-        """What the two served in each step in which both served."""
+        """Return the versions that ranks 0 and 1 served, step by step; skip a step if a rank served none."""
         assert not self.errors
         return [(a, b) for a, b in zip(*self.served, strict=False) if a is not None and b is not None]
 
@@ -100,15 +101,14 @@ def trainer(daemon: Daemon) -> Iterator[Client]:
 def test_ranks_in_lock_step_never_serve_two_versions_in_a_step_though_one_returns_alone(
     daemon: Daemon, trainer: Client, by_step: bool
 ) -> None:
-    """The second rank is slower; nobody gives `agree`. Each in its turn ends and comes back between two swaps."""
+    """The second rank is slower and `agree` is not used. In turn, each rank leaves and returns between two swaps."""
     tensors = shards.whole(1)
     source = trainer.register_source("policy", tensors)
     replica = Replica(daemon, by_step=by_step)
     for version in range(1, 13):
         for tensor in tensors.values():
             tensor.fill_(version)
-        source.publish(version)
-        report = trainer.swap("policy", version, timeout=60)
+        report = go_live(trainer, source, version)
         assert report.outcome == "committed" and [member.reason for member in report.members] == ["", ""]
         if version % 3 == 0:
             replica.return_alone(version % 2)
@@ -122,15 +122,15 @@ def test_ranks_in_lock_step_never_serve_two_versions_in_a_step_though_one_return
 def test_a_rank_that_hears_late_of_a_decision_and_has_begun_a_step_serves_what_its_replica_serves_in_it(
     start_daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch, by_step: bool
 ) -> None:
-    """Rank 1 is a poll ahead of rank 0, which holds in its own, and hears nothing of the decision for 3 s and more."""
+    """Rank 1 is a poll ahead and gets the decision more than 3 s late; rank 0 waits in its poll until then."""
     daemon = start_daemon("[deadlines]\ncommit_s = 30.0\n")
     deaf = threading.Event()
     hear = CommitState.hear
 
     def hears_late(self: CommitState, message: Message) -> None:
-        if isinstance(message, PrepareCommit) and message.version == 2 and self is late._state:
+        if isinstance(message, PrepareCommit) and message.version == 2 and self.rank.member == late.member:
             deaf.set()
-            eventually(lambda: "event=silent" in daemon.log(), "the silent rank is named", 20)
+            eventually(lambda: "event=silent" in daemon.log(), "the silent rank is named")
             time.sleep(0.5)
         hear(self, message)
 
@@ -140,8 +140,7 @@ def test_a_rank_that_hears_late_of_a_decision_and_has_begun_a_step_serves_what_i
         late = replica.targets[1]
         monkeypatch.setattr(CommitState, "hear", hears_late)
         for version in (1, 2, 3):
-            source.publish(version)
-            report = trainer.swap("policy", version, timeout=60)
+            report = go_live(trainer, source, version)
             assert report.outcome == "committed" and [member.reason for member in report.members] == ["", ""]
         replica.close()
     assert deaf.is_set() and "event=apart" not in daemon.log()
@@ -156,12 +155,12 @@ def test_a_rank_that_hears_late_of_a_decision_and_has_begun_a_step_serves_what_i
 def test_a_rank_whose_node_is_lost_after_the_decision_serves_the_old_version_in_no_step_of_the_new(
     nodes: Callable[..., tuple[Daemon, ...]], monkeypatch: pytest.MonkeyPatch, signal_: signal.Signals
 ) -> None:
-    """It serves until its permit ends, and ends its steps with the other one."""
+    """It serves until its permit ends, and ends its steps with the other rank."""
     first, second = nodes(2, "[deadlines]\nplan_s = 60.0\nstage_s = 20.0\ncommit_s = 30.0\nlease_s = 6.0\n")
     hear, begun = CommitState.hear, threading.Event()
 
     def hears_nothing(self: CommitState, message: Message) -> None:
-        if self is deaf._state and isinstance(message, PrepareCommit) and message.version == 2:
+        if isinstance(message, PrepareCommit) and message.version == 2 and self.rank.member == deaf.member:
             begun.set()
         else:
             hear(self, message)
@@ -171,11 +170,10 @@ def test_a_rank_whose_node_is_lost_after_the_decision_serves_the_old_version_in_
         replica = Replica(first, second)
         deaf = replica.targets[1]
         monkeypatch.setattr(CommitState, "hear", hears_nothing)
-        source.publish(1)
-        assert trainer.swap("policy", 1, timeout=60).outcome == "committed"
+        go_live(trainer, source, 1)
         source.publish(2)
         running = RunningSwap(first.connect(), "policy", 2)
-        assert begun.wait(20)
+        assert begun.wait(60)
         os.kill(second.pid, signal_)
         eventually(lambda: replica.targets[0].version == 2, "the other rank serves the new version", 40)
         replica.close()
@@ -185,29 +183,35 @@ def test_a_rank_whose_node_is_lost_after_the_decision_serves_the_old_version_in_
     assert both and [pair for pair in both if pair[0] != pair[1]] == []
 
 
+def deafen(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    """Have a rank ignore its messages; it sends no answer."""
+    hear = CommitState.hear
+
+    def hears(self: CommitState, message: Message) -> None:
+        if self.rank.member != target.member:
+            hear(self, message)
+
+    monkeypatch.setattr(CommitState, "hear", hears)
+
+
 def test_a_rank_whose_replica_never_says_where_it_is_gives_up_and_serves_nothing(
     daemon: Daemon, trainer: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit_points, "IN_STEP_S", 1.0)
-    source = trainer.register_source("policy", {"w": torch.zeros(8)})
+    monkeypatch.setattr(commit_state, "IN_STEP_S", 1.0)
+    source = trainer.register_source("policy", shards.whole(1))
     with daemon.connect("a") as a, daemon.connect("b") as b:
-        targets = [
-            client.register_target("policy", {"w": torch.zeros(8)}, replica="r", rank=rank, world_size=2)
-            for rank, client in enumerate((a, b))
-        ]
+        targets = CutReplica([a, b], "r", 2).targets
         source.publish(1)
         with ThreadPoolExecutor(2) as ranks:
             waiting = [ranks.submit(target.wait, 1, 20) for target in targets]
-            trainer.swap("policy", 1, timeout=20)
+            trainer.swap("policy", 1, timeout=60)
             assert [one.result() for one in waiting] == [1, 1]
-        b._connection.current._push = lambda *_: None  # type: ignore[method-assign]  its answers are lost
+        deafen(monkeypatch, targets[1])
         source.publish(2)
         running = RunningSwap(daemon.connect(), "policy", 2)
         running.wait_phase("commit")
         with pytest.raises(refitd.CommitError, match="have not said within 1 s how far they are"):
-            for _ in range(100):
-                targets[0].poll()
-                time.sleep(0.01)
+            eventually(lambda: targets[0].poll() is not None, "its poll gives up")
         assert targets[0].version is None and targets[1].version != 2
         b.close()
         with pytest.raises(refitd.RefitFailed, match="incomplete"):
@@ -232,31 +236,24 @@ def test_ranks_that_cannot_be_brought_to_one_poll_are_named_in_the_report_and_th
         for _ in range(60):
             targets[0].poll()
         for version in (1, 2, 3):
-            source.publish(version)
-            with Engine(*targets):
-                report = trainer.swap("policy", version, timeout=60)
+            report = go_live(trainer, source, version, *targets)
             assert report.outcome == "committed"
             reason = "flipped in its own next poll, not with its replica: one thread polls several ranks"
-            # before the first version no step has two
+            # before the first version no step has two served versions
             assert all(member.reason.startswith(reason if version > 1 else "") for member in report.members)
-            assert daemon.log().count("event=apart") == 2 * (version - 1)
+            lines = 2 * (version - 1)
+            eventually(lambda lines=lines: daemon.log().count("event=apart") == lines, "the log names them")
 
 
-def test_a_rank_whose_partner_dies_after_the_decision_is_not_held_for_ever(daemon: Daemon) -> None:
+def test_a_rank_whose_partner_dies_after_the_decision_is_not_held_for_ever(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with daemon.connect() as trainer, daemon.connect() as first:
-        tensors = shards.whole(1)
-        source = trainer.register_source("policy", tensors)
+        source = trainer.register_source("policy", shards.whole(1))
         second = daemon.connect()
-        targets = []
-        for rank, client in enumerate((first, second)):
-            mine = shards.zeros_like(shards.cut(tensors, rank, 2))
-            targets.append(
-                client.register_target(
-                    "policy", mine, replica="r", rank=rank, world_size=2, metadata=shards.describe(mine, rank, 2)
-                )
-            )
+        targets = CutReplica([first, second], "r", 2).targets
         source.publish(1)
-        second._connection.current._push = lambda *_: None  # type: ignore[method-assign]  its answers are lost
+        deafen(monkeypatch, targets[1])
         running = RunningSwap(daemon.connect(), "policy", 1)
         running.wait_phase("commit")
         second.close()
@@ -265,24 +262,20 @@ def test_a_rank_whose_partner_dies_after_the_decision_is_not_held_for_ever(daemo
 
 
 def test_ranks_that_only_wait_are_not_held_for_each_other(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were: each took itself for one that others had polled more often than, once it had committed in a wait."""
-    monkeypatch.setattr(commit_points, "EARLY_S", 600.0)
+    """In an old bug, a rank that committed in a wait took itself for polled less often than the others, and waited."""
+    monkeypatch.setattr(commit_state, "EARLY_S", 600.0)
     with daemon.connect("trainer") as trainer, daemon.connect("a") as a, daemon.connect("b") as b:
-        source = trainer.register_source("policy", {"w": torch.zeros(8)})
-        targets = [
-            client.register_target("policy", {"w": torch.zeros(8)}, replica="r", rank=rank, world_size=2)
-            for rank, client in enumerate((a, b))
-        ]
+        source = trainer.register_source("policy", shards.whole(1))
+        targets = CutReplica([a, b], "r", 2).targets
         with ThreadPoolExecutor(2) as ranks:
             for version in range(1, 6):
                 waiting = [ranks.submit(target.wait, version, 20) for target in targets]
-                source.publish(version)
-                assert trainer.swap("policy", version, timeout=20).outcome == "committed"
+                go_live(trainer, source, version)
                 assert [one.result() for one in waiting] == [version] * 2
 
 
 def test_ranks_that_are_idle_flip_before_the_step_that_comes_next(daemon: Daemon) -> None:
-    """They stand before one step again and again, also while nothing is pending, and steps come in between."""
+    """Idle ranks poll before the same step repeatedly, also without a pending swap, and run steps in between."""
     with daemon.connect("trainer") as trainer, daemon.connect("a") as a, daemon.connect("b") as b:
         weights = {"w": torch.zeros(8)}
         source = trainer.register_source("policy", weights)
@@ -293,7 +286,7 @@ def test_ranks_that_are_idle_flip_before_the_step_that_comes_next(daemon: Daemon
         ]
         done, over, began = [0, 0], threading.Event(), threading.Barrier(3)
         locks = [threading.Lock(), threading.Lock()]
-        seen: list[tuple[int, int, float]] = []  # (step, rank, what was computed with)
+        seen: list[tuple[int, int, float]] = []  # (step, rank, value that the step computed with)
 
         def idle(rank: int) -> None:
             while not over.wait(0.002):
@@ -302,7 +295,7 @@ def test_ranks_that_are_idle_flip_before_the_step_that_comes_next(daemon: Daemon
 
         def compute(rank: int) -> None:
             for _ in range(20):
-                began.wait(60)  # ranks begin together, as a forward pass that one of them is missing from would
+                began.wait(60)  # ranks begin together, like a forward pass, which would hang without one of them
                 with locks[rank]:
                     done[rank] += 1
                     targets[rank].poll(step=done[rank])

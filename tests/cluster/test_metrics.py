@@ -1,4 +1,4 @@
-"""Metrics of real daemons: what swaps and faults leave in them, and endpoints that cannot be opened."""
+"""Metrics of real daemons: counts after swaps and faults, and endpoints that cannot be opened."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ import pytest
 import torch
 
 import refitd
-from refitd.testing import Daemon, Engine, ProcessFailed, eventually
-from refitd.testing.cluster import free_port
+from refitd.testing import Daemon, ProcessFailed, eventually
+from refitd.testing.daemon import free_port
+from tests.support.fleet import go_live
 
 Start = Callable[..., Daemon]
 
 
 def page(port: int, path: str = "/metrics") -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as refused:
         return refused.code, refused.read().decode()
@@ -46,7 +47,7 @@ def ports(daemon: Daemon) -> tuple[int, int]:
 
 
 def test_swaps_and_faults_are_counted_while_it_is_scraped_without_pause(start_daemon: Start, tmp_path: Path) -> None:
-    config = '[metrics]\nendpoint = "127.0.0.1:0"\n[deadlines]\ncommit_s = 0.5\n'
+    config = '[metrics]\nendpoint = "127.0.0.1:0"\n[deadlines]\ncommit_s = 3.0\n'
     daemon = start_daemon(config, environment={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)})  # as vLLM sets it
     node, head = ports(daemon)
     stop = threading.Event()
@@ -62,16 +63,14 @@ def test_swaps_and_faults_are_counted_while_it_is_scraped_without_pause(start_da
         with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
             source = trainer.register_source("policy", {"w": torch.ones(1000)})
             target = engine.register_target("policy", {"w": torch.zeros(1000)}, replica="a")
-            source.publish(1)
-            with Engine(target):
-                trainer.swap("policy", timeout=30)
+            go_live(trainer, source, 1, target)
             eventually(lambda: value(head, 'refitd_replica_version{model="policy",replica="a"}') == 1, "it is shown")
             assert trainer.verify("policy").outcome == "proven"
             with pytest.raises(refitd.RefusedError):
                 trainer.swap("nothing", timeout=30)
             source.publish(2)
             with pytest.raises(refitd.SwapFailed) as late:
-                trainer.swap("policy", timeout=30)  # nobody polls
+                trainer.swap("policy", timeout=30)  # no target polls
             assert late.value.report.cause == refitd.SwapCause.DEADLINE
             os.kill(daemon.workers()[0], signal.SIGKILL)
             eventually(lambda: value(node, 'refitd_worker_restarts_total{cause="died"}') == 1, "the death is shown")

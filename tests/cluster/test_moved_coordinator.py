@@ -1,4 +1,4 @@
-"""A coordinator that is moved to another host with its journal, a file; daemons list both addresses."""
+"""A coordinator is moved to another host with its journal file; daemons list both addresses."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Mapping
 import pytest
 
 from refitd.testing import Cluster, Coordinator, eventually
-from refitd.testing.cluster import free_port
+from refitd.testing.daemon import free_port
 from tests.support.led import Fleet
 
 pytestmark = pytest.mark.slow
 
 
 class Movable(Cluster):
-    """A cluster whose daemons list two coordinators, of which one is there."""
+    """A cluster whose daemons list two coordinators, only one of them running."""
 
     elsewhere = ""
 
@@ -26,7 +26,7 @@ class Movable(Cluster):
         return {"REFITD_COORDINATOR__ENDPOINT": both} if name in self._nodes else {}
 
     def moved(self) -> Coordinator:
-        """Copy the journal, as the guide says, and start a coordinator with the copy."""
+        """Copy the journal as the guide does, and start a coordinator with the copy."""
         folder = self.folder / "moved"
         folder.mkdir(mode=0o700)
         for path in self.journal.parent.glob("journal.sqlite*"):
@@ -49,12 +49,12 @@ def test_daemons_find_the_coordinator_where_its_journal_has_gone_and_the_old_one
             assert fleet.held() == [3.0, 3.0] and fleet.torn() == []
             with cluster.daemons["n0"].connect("history") as client:
                 assert [swap.version for swap in client.history("policy").swaps] == [3, 2, 1]
-            assert "live-recovered" not in moved.log()  # the journal knew
-            # the danger: somebody starts the old one again, with the journal as it was
+            assert "live-recovered" not in moved.log()  # the journal had it
+            # the danger: an operator restarts the old coordinator with its old journal
             cluster.coordinator.start()
             fleet.insist()
             assert "event=node " not in cluster.coordinator.log().rpartition("event=ready")[2]
-            # and where the new one ends, the daemons know more than the old journal
+            # when the new one ends, the daemons know more than the old journal
             assert moved.stop() == []
             fleet.insist()
             said = cluster.coordinator.log().rpartition("event=ready")[2]

@@ -1,12 +1,13 @@
-"""MXFP8 through the service: whichever side converts, the bytes equal those of converting the whole tensor once."""
+"""MXFP8 through the service: the bytes equal one conversion of the whole tensor, or the swap is refused."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ import torch
 import refitd
 from refitd import MXFP8Buffer, MXFP8Offer, ParameterMetadata, Rounding, Tile
 from refitd.protocol.reports import SwapProgress
-from refitd.testing import Daemon, Engine, eventually
+from refitd.testing import Daemon, Engine, eventually, stopped
+from tests.support.fleet import go_live
+from tests.support.flips import kill_workers
 from tests.support.mxfp8_replicas import CONVERTED, OFFER, Replica, Trainer, model, oracle
 
 
@@ -48,7 +51,7 @@ def test_any_layout_holds_what_the_whole_tensor_would_be(daemon: Daemon, convert
         assert status["whole"].held_bytes < 0.6 * resident
         landing = {False: resident, True: status["whole"].held_bytes}[convert_on_send]
         assert abs(status["whole"].bytes - landing) < 4096
-        held_too = 0 if convert_on_send and not swizzled else 1  # what arrives is what is held, or lies beside it
+        held_too = 0 if convert_on_send and not swizzled else 1  # if the live form is not received, both are staged
         assert status["whole"].staging_bytes >= status["whole"].bytes + held_too
         assert (report.converted_bytes > 0) == (not convert_on_send or swizzled)
         plan = trainer.plan("m")
@@ -70,7 +73,7 @@ def test_roundings_are_what_is_declared(daemon: Daemon, rounding: Rounding) -> N
 
 
 def test_sources_cut_inside_a_block_are_put_together_by_receivers(daemon: Daemon) -> None:
-    """Of four source ranks no two meet between two blocks, and the second holds a part of one only."""
+    """No border between the four source ranks is a block border; the second rank has a piece of one block only."""
     full = {"w": model(4)["v"].repeat(1, 5)[:, :320].contiguous()}
     with daemon.connect() as trainer, daemon.connect() as engine:
         edges = [0, 40, 50, 177, 320]
@@ -102,9 +105,7 @@ def test_float32_sources_are_rounded_to_bfloat16_first(daemon: Daemon, convert_o
             ParameterMetadata(name, tuple(full[name].shape), "bfloat16", 2, cast_from="float32") for name in CONVERTED
         ]
         target = engine.register_target("m", held, replica="r", metadata=metas, convert_on_send=convert_on_send)
-        source.publish(1)
-        with Engine(target):
-            trainer.swap("m", 1, timeout=60)
+        go_live(trainer, source, 1, target, model="m")
         for name in CONVERTED:
             data, scale = oracle(full[name])
             assert torch.equal(held[name].data, data) and torch.equal(held[name].scale, scale)
@@ -114,7 +115,7 @@ def test_float32_sources_are_rounded_to_bfloat16_first(daemon: Daemon, convert_o
     "convert_on_send", [pytest.param(False, marks=pytest.mark.slow), True], ids=["receiver", "sender"]
 )
 def test_two_nodes(start_daemon: Callable[..., Daemon], convert_on_send: bool) -> None:
-    """Ranks of sources and targets on both nodes: bytes cross, and are converted where they arrive."""
+    """Ranks of sources and targets on both nodes: bytes cross, and the receiver converts them."""
     n0 = start_daemon("[deadlines]\nplan_s = 30.0\n")
     n1 = start_daemon(name="n1", joins=n0.endpoint)
     with n0.connect() as c0, n1.connect() as c1:
@@ -144,20 +145,19 @@ def test_lending_what_is_offered_converts_it(daemon: Daemon) -> None:
             assert lease.has_ended and source.lending == "copied"
             trainer.swap("m", 1, timeout=60)
         received.assert_holds(full)
-        with pytest.raises(refitd.RefusedError, match="cannot be pulled"):
-            trainer.register_source("n", full, mxfp8=OFFER, pull=True)
 
 
 @contextmanager
 def stopped_while_converting(client: refitd.Client, pids: tuple[int, ...], wire: int) -> Iterator[threading.Thread]:
-    """A swap whose workers stand still from when they have begun to convert."""
+    """Start a swap, and stop its workers when they have begun to convert.
+
+    They run for some milliseconds at a time until then: the conversion alone may end before it is reported.
+    """
     reached = threading.Event()
     errors: list[Exception] = []
 
     def progress(said: SwapProgress) -> None:
-        if said.phase == "stage" and said.bytes_done > wire and not reached.is_set():
-            for pid in pids:
-                os.kill(pid, signal.SIGSTOP)
+        if said.phase == "stage" and said.bytes_done > wire:
             reached.set()
 
     def swap() -> None:
@@ -168,15 +168,17 @@ def stopped_while_converting(client: refitd.Client, pids: tuple[int, ...], wire:
 
     thread = threading.Thread(target=swap, daemon=True)
     thread.start()
-    assert reached.wait(30), f"nothing was converted: {errors}"
-    try:
-        yield thread
-    finally:
-        for pid in pids:
-            with suppress(ProcessLookupError):
+    with stopped(pids):
+        while thread.is_alive() and not reached.wait(0.1):
+            for pid in pids:
                 os.kill(pid, signal.SIGCONT)
-        thread.join(30)
-        thread.errors = errors  # type: ignore[attr-defined]
+            time.sleep(0.004)
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+        assert reached.is_set(), f"nothing was converted: {errors}"
+        yield thread
+    thread.join(60)
+    thread.errors = errors  # type: ignore[attr-defined]
 
 
 def test_a_worker_killed_while_converting_aborts_and_the_next_swap_succeeds(daemon: Daemon) -> None:
@@ -199,3 +201,171 @@ def test_a_worker_killed_while_converting_aborts_and_the_next_swap_succeeds(daem
         assert report.outcome == "committed" and report.bytes == report.converted_bytes == full["w"].nbytes
         data, scale = oracle(full["w"])
         assert torch.equal(held.data, data) and torch.equal(held.scale, scale)
+
+
+FORMS = [
+    pytest.param(False, False, id="receiver, row-major"),
+    pytest.param(False, True, id="receiver, swizzled", marks=pytest.mark.slow),
+    pytest.param(True, False, id="sender, row-major", marks=pytest.mark.slow),
+    pytest.param(True, True, id="sender, swizzled", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("convert_on_send", "swizzled"), FORMS)
+def test_versions_flip_and_flip_back(
+    start_daemon: Callable[..., Daemon], convert_on_send: bool, swizzled: bool
+) -> None:
+    daemon = start_daemon("[node]\nkeep_targets_s = 60.0\n", workers=2)
+    with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
+        sources = Trainer((trainer,), 2, mxfp8=OFFER if convert_on_send else None)
+        options = {"swizzled": swizzled, "convert_on_send": convert_on_send}
+        flips = Replica((engine,), "flips", 4, flips=True, mode="flip", **options)
+        copies = Replica((engine,), "copies", 1, **options)
+        assert all(target.flips for target in flips.targets)
+        whole = trainer.status().nodes[0].arenas
+        fulls = {}
+        with Engine(*flips.targets, *copies.targets) as running:
+            for version in range(1, 5):
+                fulls[version] = sources.publish(version)
+                if version == 3:  # their successors map the arenas in the exchanged state
+                    kill_workers(daemon)
+                assert trainer.swap("m", version, timeout=30).outcome == "committed"
+                for replica in (flips, copies):
+                    replica.assert_holds(fulls[version])
+            eventually(lambda: trainer.verify("m").outcome == "proven", "proven")
+            copies.targets[0].close()
+            back = trainer.rollback("m", timeout=30)
+            assert (back.version, back.bytes) == (3, 0)
+            flips.assert_holds(fulls[3])
+            assert trainer.verify("m").outcome == "proven"
+        assert not running.errors
+        for target in flips.targets:
+            target.close()
+        lands = not convert_on_send or swizzled
+        gone = whole - trainer.status().nodes[0].arenas
+        assert gone == 4 * (1 + lands) + 1, "staging and landing arenas"
+
+
+def test_what_cannot_be_converted_into_is_copied_or_refused_by_name(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon()
+    with daemon.connect() as engine:
+        live = engine.allocate({"data": ((64, 64), torch.uint8), "scale": ((64, 2), torch.uint8)})
+        with pytest.raises(refitd.RefusedError, match=r"client\.allocate"):
+            engine.register_target("m", {"w": MXFP8Buffer.empty((64, 64))}, replica="r", mode="flip")
+        beside = {"w": MXFP8Buffer(live["data"], MXFP8Buffer.empty((64, 64)).scale)}
+        with pytest.raises(refitd.RefusedError, match="mode='flip' is impossible"):
+            engine.register_target("m", beside, replica="r", mode="flip")
+        target = engine.register_target("m", {"w": MXFP8Buffer(live["data"], live["scale"])}, replica="r", mode="flip")
+        assert target.flips
+
+
+def data_and_scale(
+    *shapes: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = (torch.uint8, torch.uint8)
+) -> MXFP8Buffer:
+    return MXFP8Buffer(*(torch.zeros(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)))
+
+
+def off_by(columns: int) -> ParameterMetadata:
+    tile = Tile("w", (0, columns), (8, 64), 0, (64, 1))
+    return ParameterMetadata("w", (8, 64), "bfloat16", 2, tiles=(tile,), global_shape=(8, 128))
+
+
+def named(name: str) -> ParameterMetadata:
+    return ParameterMetadata(name, (8, 64), "bfloat16", 2, resolved_name="whole")
+
+
+SHARED = MXFP8Buffer.empty((8, 64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("held", "metadata", "says"),
+    [
+        ({"w": data_and_scale((8, 48), (8, 1))}, None, r"w: its shape is \[8, 48\].*multiple of 32"),
+        ({"w": data_and_scale((8, 64), (8, 3))}, None, r"w: the scale of \[8, 64\] has shape \[8, 3\]"),
+        ({"w": data_and_scale((8, 64), (8, 2), dtypes=(torch.int16, torch.uint8))}, None, r"w: .*int16.*expected"),
+        ({"w": object()}, None, r"w: it is object, expected a tensor"),
+        (
+            {"a": MXFP8Buffer.empty((8, 64)), "b": MXFP8Buffer.empty((8, 64), is_swizzled=True)},
+            None,
+            r"b has swizzled scales and a has not",
+        ),
+        ({"w": MXFP8Buffer.empty((8, 64))}, [off_by(16)], r"w: it holds 16:80.*multiples of 32"),
+        (
+            {"a": MXFP8Buffer.empty((8, 64)), "b": MXFP8Buffer.empty((8, 64))},
+            [named("a"), named("b")],
+            r"b and a both hold whole in MXFP8",
+        ),
+        ({"a": SHARED, "b": SHARED}, None, r"b and a are the same memory"),
+        (
+            {"w": MXFP8Buffer.empty((8, 64))},
+            [ParameterMetadata("w", (8, 64), "float32", 4)],
+            r"w: described as \(8, 64\) float32, the tensor is \(8, 64\) bfloat16",
+        ),
+    ],
+)
+def test_a_target_that_cannot_be_is_refused_by_name(
+    daemon: Daemon, held: dict[str, object], metadata: list[ParameterMetadata] | None, says: str
+) -> None:
+    with daemon.connect() as engine, pytest.raises(refitd.RefusedError, match=says):
+        engine.register_target("m", held, replica="r", metadata=metadata)
+
+
+def test_a_source_that_cannot_offer_is_refused_by_name(daemon: Daemon) -> None:
+    tensors = {"narrow": torch.zeros(8, 48, dtype=torch.bfloat16), "whole": torch.zeros(8, 64, dtype=torch.int32)}
+    with daemon.connect() as trainer:
+        for offer, says in (
+            (("narrow",), r"narrow: its shape is \[8, 48\]"),
+            (("w*",), "whole: it is int32"),
+            (("nothing.*",), r"'nothing\.\*' is offered"),
+        ):
+            with pytest.raises(refitd.RefusedError, match=says):
+                trainer.register_source("m", tensors, mxfp8=MXFP8Offer(offer))
+        with pytest.raises(refitd.RefusedError, match="w: it is held in MXFP8"):
+            trainer.register_source("m", {"w": MXFP8Buffer.empty((8, 64))})
+
+
+def test_who_wants_what_nobody_offers_is_refused_before_anything_moves(daemon: Daemon) -> None:
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        Trainer((trainer,), 1).publish(1)
+        received = Replica((engine,), "r", 1, convert_on_send=True)
+        with pytest.raises(refitd.RefusedError, match=r"r rank 0 .*v: it is wanted in MXFP8 and no source offers it"):
+            trainer.swap("m", 1, timeout=60)
+        with pytest.raises(refitd.PlanError, match="w: it is wanted in MXFP8 and no source offers it"):
+            trainer.plan("m")
+        received.targets[0].close()
+
+
+def test_roundings_that_differ_are_refused_before_anything_moves(daemon: Daemon) -> None:
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        Trainer((trainer,), 1, mxfp8=MXFP8Offer(CONVERTED, Rounding.FLOOR)).publish(1)
+        Replica((engine,), "r", 1, convert_on_send=True)
+        with pytest.raises(refitd.RefusedError, match=r"v: sources round its scales floor, wanted is rceil"):
+            trainer.swap("m", 1, timeout=60)
+
+
+@pytest.mark.slow
+def test_only_mxfp8_is_no_source_for_bfloat16(daemon: Daemon) -> None:
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        Trainer((trainer,), 1, mxfp8=MXFP8Offer(CONVERTED, instead=True)).publish(1)
+        plain = {name: torch.zeros_like(tensor) for name, tensor in model(0).items()}
+        engine.register_target("m", plain, replica="plain")
+        with pytest.raises(refitd.RefitFailed, match="v: "):
+            trainer.swap("m", 1, timeout=60)
+
+
+def test_all_ranks_of_a_pipeline_may_give_one_pattern_of_what_is_offered(daemon: Daemon) -> None:
+    """The second stage has no tensor that matches the pattern, the third has no tensor."""
+    stages: list[dict[str, torch.Tensor]] = [{"layers.0.fc1": torch.randn(8, 64)}, {"norm": torch.randn(5)}, {}]
+    offer = MXFP8Offer(("layers.*",))
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        for rank, tensors in enumerate(stages):
+            trainer.register_source("m", tensors, rank=rank, world_size=3, mxfp8=offer).publish(1)
+        buffer, norm = MXFP8Buffer.empty((8, 64)), torch.zeros(5)
+        target = engine.register_target("m", {"layers.0.fc1": buffer, "norm": norm}, replica="r", convert_on_send=True)
+        with Engine(target):
+            trainer.swap("m", 1, timeout=60)
+        expected = MXFP8Buffer.empty((8, 64))
+        expected.quantize(stages[0]["layers.0.fc1"].bfloat16())
+        assert torch.equal(buffer.data, expected.data) and torch.equal(buffer.scale, expected.scale)
+        assert torch.equal(norm, stages[1]["norm"])

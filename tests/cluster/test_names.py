@@ -1,4 +1,4 @@
-"""Tensors under Megatron's names reach an engine under Hugging Face's: registered, declared, and as a target."""
+"""Tensors with Megatron's names reach an engine with Hugging Face's: registered, declared, and as a target."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ def test_a_target_under_other_names_is_filled_and_its_padding_is_zero(daemon: Da
         targets = [
             engine.register_target(
                 "policy", live[r], replica="a", rank=r, world_size=2, metadata=job.metas[r], names=NAMES,
-                agree=lambda version: version,
             )
             for r in range(2)
         ]  # fmt: skip
@@ -136,7 +135,7 @@ def test_a_module_is_described_again_under_the_same_names(daemon: Daemon) -> Non
 
 
 def test_halves_of_a_tensor_are_sent_to_and_taken_from_one_that_holds_both(daemon: Daemon) -> None:
-    """Neither side's rows begin where the other's do: 6 rows of gate_up are 4 of gate and 2 of up."""
+    """The rows of the two sides begin at different offsets: 6 rows of gate_up are 4 of gate and 2 of up."""
     names = {"gate": Part("gate_up", 4), "up": Part("gate_up", 2, first=4)}
     halves = {"gate": torch.randn(4, 3), "up": torch.randn(2, 3)}
     whole, back = {"gate_up": torch.zeros(6, 3)}, {name: torch.zeros_like(half) for name, half in halves.items()}

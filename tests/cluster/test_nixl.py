@@ -12,6 +12,7 @@ import torch
 import refitd
 from refitd.testing import Daemon, Engine, eventually
 from tests.support import shards
+from tests.support.fleet import go_live
 
 pytest.importorskip("nixl")
 
@@ -29,8 +30,7 @@ def test_bytes_cross_over_nixl_and_again_after_a_worker_died(nodes: Callable[...
             for version in (1, 2, 3):
                 for name, tensor in shards.whole(version).items():
                     full[name].copy_(tensor)
-                source.publish(version)
-                c0.swap("policy", version, timeout=60)
+                go_live(c0, source, version)
                 assert shards.equal(mine, full)
                 if version == 2:
                     os.kill(victim := n1.workers()[0], signal.SIGKILL)
@@ -53,7 +53,7 @@ class Fleet:
         ]
 
     def swap(self, version: int) -> refitd.SwapReport:
-        """Change one element in a hundred, publish that, and swap to it."""
+        """Change one element in a hundred, publish the version, and swap to it."""
         for tensor in self.held.values():
             tensor.view(-1)[version::100] += 1.0
         self.source.publish(version)
@@ -81,7 +81,7 @@ def test_relays_pass_on_what_has_changed(nodes: Callable[..., Nodes]) -> None:
 
 
 def test_a_base_that_was_changed_goes_live_nowhere(nodes: Callable[..., Nodes]) -> None:
-    """The last node of a path has written to what it serves."""
+    """The last node of a path has written to its live version."""
     fleet = Fleet(nodes, 3)
     for target in fleet.targets[1:]:
         target.close()
@@ -94,7 +94,7 @@ def test_a_base_that_was_changed_goes_live_nowhere(nodes: Callable[..., Nodes]) 
     for version in (1, 2):
         fleet.swap(version)
     fleet.live[2]["norm"].view(torch.int16)[900] ^= 1
-    with pytest.raises(refitd.SwapFailed, match="is not what"):
+    with pytest.raises(refitd.SwapFailed, match="differ from the bytes"):
         fleet.swap(3)
     assert [target.version for target in fleet.targets] == [2, 2, 2]
     assert fleet.swap(4).version == 4

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,14 +15,15 @@ from safetensors.torch import save_file
 import refitd
 from refitd.testing import Daemon, Engine, ProcessFailed, RunningSwap, eventually, stopped
 from tests.support import shards
-from tests.support.programs import ended
+from tests.support.fleet import CutReplica, CutSource, FilledFleet, go_live
+from tests.support.programs import Program, python
 
 Nodes = tuple[Daemon, ...]
-DEADLINES = "[deadlines]\nplan_s = 60.0\nstage_s = 5.0\ncommit_s = 5.0\n"
+DEADLINES = "[deadlines]\nplan_s = 60.0\nstage_s = 20.0\ncommit_s = 10.0\n"
 
 
 def big(seed: int) -> dict[str, torch.Tensor]:
-    """More than one message for each lane, and small change."""
+    """Return tensors of more than one message for each lane, and some small ones."""
     generator = torch.Generator().manual_seed(seed)
     large = torch.randn(3000, 4001, generator=generator).to(torch.bfloat16)
     return {"large": large, "odd": torch.randn(7, 13, generator=generator), "one": torch.tensor([seed])}
@@ -46,7 +45,7 @@ def test_a_checkpoint_that_two_nodes_publish_is_saved_on_one(nodes: Callable[...
     with n0.connect() as c0, n1.connect() as c1:
         with Engine(c1.register_target("policy", {n: torch.zeros_like(t) for n, t in big(1).items()}, replica="a")):
             c0.swap("policy", 1, timeout=90)
-        assert refitd.save_checkpoint(c0, "policy", tmp_path / "out").version == 1  # half of it comes from n1
+        assert refitd.save_checkpoint(c0, "policy", tmp_path / "out").version == 1  # half of the bytes come from n1
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (given / "model.safetensors").read_bytes()
 
 
@@ -54,38 +53,14 @@ def test_two_replicas_on_two_nodes_get_what_one_trainer_has_on_both(nodes: Calla
     """Rows within a node and between nodes in one plan; ranks of one replica on different nodes."""
     n0, n1 = nodes(2, workers=(2, 2))
     with n0.connect() as c0, n1.connect() as c1:
-        sources = []
-        for rank, client in enumerate((c0, c1)):
-            mine = shards.cut(shards.whole(0), rank, 2)
-            described = shards.describe(mine, rank, 2)
-            sources.append((client.register_source("policy", mine, rank=rank, world_size=2, metadata=described), mine))
-        targets = []
-        for replica, world in (("fine", 4), ("whole", 1)):
-            for rank in range(world):
-                mine = shards.zeros_like(shards.cut(shards.whole(0), rank, world))
-                described = shards.describe(mine, rank, world)
-                client = (c0, c1)[rank % 2]
-                targets.append(
-                    (
-                        client.register_target(
-                            "policy", mine, replica=replica, rank=rank, world_size=world, metadata=described
-                        ),
-                        mine,
-                    )
-                )
-        with Engine(*(target for target, _ in targets)):
+        sources = CutSource([c0, c1], 2, shards.whole(0))
+        replicas = [CutReplica([c0, c1], "fine", 4), CutReplica([c0, c1], "whole")]
+        with Engine(*(target for replica in replicas for target in replica.targets)):
             for version in range(1, 4):
-                full = shards.whole(version)
-                for rank, (source, mine) in enumerate(sources):
-                    for name, tensor in shards.cut(full, rank, 2).items():
-                        mine[name].copy_(tensor)
-                    source.publish(version)
+                sources.publish(full := shards.whole(version), version)
                 report = c0.swap("policy", version, timeout=90)
-                assert report.outcome == "committed"
                 assert report.digests == report.copies > 0
-                for rank in range(4):
-                    assert shards.equal(targets[rank][1], shards.cut(full, rank, 4))
-                assert shards.equal(targets[4][1], full)
+                assert all(replica.holds(full) for replica in replicas)
         links = {(link.source, link.target): link for link in c0.status().links}
         assert set(links) == {("n0", "n1"), ("n1", "n0")}
         assert all(link.service == "gloo" and link.state == "up" and link.lanes == 2 for link in links.values())
@@ -111,8 +86,7 @@ def test_a_source_sends_from_where_its_tensors_live(nodes: Callable[..., Nodes],
         target = engine.register_target("policy", mine, replica="far")
         with Engine(target):
             if way == "snapshot":
-                source.publish(1)
-                report = trainer.swap("policy", 1, timeout=90)
+                report = go_live(trainer, source, 1)
             else:
                 with source.lend(1):
                     report = trainer.swap("policy", 1, timeout=90)
@@ -127,49 +101,21 @@ def test_fills_and_casts_happen_across_nodes_too(nodes: Callable[..., Nodes]) ->
         full = {"w": torch.randn(40, 8)}
         source = trainer.register_source("policy", full)
         mine = {"w": torch.ones(40, 8, dtype=torch.bfloat16)}
-        described = [
-            refitd.ParameterMetadata(
-                name="w",
-                shape=(40, 8),
-                dtype=torch.bfloat16,
-                element_size=2,
-                owner_rank=0,
-                resolved_name="w",
-                cast_from="float32",
-            )
-        ]
+        described = [shards.meta("w", mine["w"], resolved_name="w", cast_from="float32")]
         target = engine.register_target("policy", mine, replica="far", metadata=described)
-        source.publish(1)
-        with Engine(target):
-            trainer.swap("policy", 1, timeout=90)
+        go_live(trainer, source, 1, target)
         assert torch.equal(mine["w"], full["w"].to(torch.bfloat16))
 
 
-class TwoNodes:
-    """A trainer on n0 and an engine on n1 with a model large enough to be caught while it moves."""
+class TwoNodes(FilledFleet):
+    """A trainer on n0 and an engine on n1."""
 
-    def __init__(self, found: Nodes, elements: int = 60_000_000) -> None:
+    def __init__(self, found: Nodes, elements: int = 3_000_000) -> None:
         self.n0, self.n1 = found
-        self.trainer, self.engine = self.n0.connect("trainer"), self.n1.connect("engine")
-        self.full = {"w": torch.zeros(elements // 1000, 1000, dtype=torch.bfloat16)}
-        self.mine = {"w": torch.zeros_like(self.full["w"])}
-        self.source = self.trainer.register_source("policy", self.full)
-        self.target = self.engine.register_target("policy", self.mine, replica="far")
-
-    def publish(self, version: int) -> None:
-        self.full["w"].fill_(version)
-        self.source.publish(version)
-
-    def swap(self, version: int) -> None:
-        self.publish(version)
-        with Engine(self.target):
-            report = self.trainer.swap("policy", version, timeout=90)
-        assert report.outcome == "committed"
-        assert torch.equal(self.mine["w"], self.full["w"])
-
-    def close(self) -> None:
-        self.trainer.close()
-        self.engine.close()
+        weights = {"w": torch.zeros(elements // 1000, 1000, dtype=torch.bfloat16)}
+        super().__init__(self.n0.connect("trainer"), weights)
+        self.engine = self.n1.connect("engine")
+        self.target = self.add(self.engine, shards.zeros_like(weights), "far")
 
 
 @pytest.fixture
@@ -180,18 +126,20 @@ def two(nodes: Callable[..., Nodes]):
 
 
 @pytest.mark.slow
-def test_a_stopped_worker_is_named_within_the_deadline_and_the_next_swap_works(two: TwoNodes) -> None:
+def test_a_stopped_worker_is_named_within_the_deadline_and_the_next_swap_works(nodes: Callable[..., Nodes]) -> None:
+    two = TwoNodes(nodes(2, "[deadlines]\nplan_s = 60.0\nstage_s = 5.0\n"))
     two.swap(1)
     two.publish(2)
     victims = two.n1.node_of("n1").workers
     with stopped(victims):
         swap = RunningSwap(two.n0.connect(), "policy", 2, timeout=90)
         with pytest.raises(refitd.RefitFailed) as failed:
-            swap.result(20)
+            swap.result()
         assert "on node n1" in str(failed.value)
         assert failed.value.report is not None and failed.value.report.phase == "stage"
-        assert torch.equal(two.mine["w"], torch.ones_like(two.mine["w"]))
+        assert two.holds(1)
     two.swap(3)
+    two.close()
 
 
 @pytest.mark.parametrize("side", [pytest.param("source", marks=pytest.mark.slow), "target"])
@@ -201,14 +149,14 @@ def test_a_killed_worker_is_named_and_the_next_swap_works(two: TwoNodes, side: s
     two.publish(2)
     victim = daemon.node_of(name).workers[-1]
     other = (two.n1 if side == "source" else two.n0).node_of("n1" if side == "source" else "n0").workers[0]
-    with stopped((other,)):  # so that the swap is still staging when its peer dies
+    with stopped((other,)):  # the swap must still be staging when its peer dies
         swap = RunningSwap(two.n0.connect(), "policy", 2, timeout=90)
         swap.wait_phase("stage")
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(refitd.RefitFailed) as failed:
-            swap.result(20)
+            swap.result()
     assert f"on node {name}" in str(failed.value)
-    assert torch.equal(two.mine["w"], torch.ones_like(two.mine["w"]))
+    assert two.holds(1)
     two.swap(3)
 
 
@@ -257,18 +205,18 @@ def test_a_node_that_dies_while_staging_aborts_and_its_successor_takes_over(
         swap.wait_phase("stage")
         two.n1.kill()
         with pytest.raises(refitd.RefitFailed) as failed:
-            swap.result(25)
+            swap.result()
     assert "n1" in str(failed.value) or "far rank 0" in str(failed.value)
     again = start_daemon(DEADLINES, name="n1", joins=two.n0.endpoint)
     two.engine.close()
     with again.connect("engine") as engine:
         eventually(lambda: len(two.n0.status().nodes) == 2, "the node is back")
-        mine = {"w": torch.zeros_like(two.full["w"])}
+        mine = {"w": torch.zeros_like(two.tensors["w"])}
 
         target = engine.register_target("policy", mine, replica="far")
         with Engine(target):
             two.trainer.swap("policy", 2, timeout=90)
-        assert torch.equal(mine["w"], two.full["w"])
+        assert torch.equal(mine["w"], two.tensors["w"])
 
 
 ENGINE = """
@@ -288,12 +236,10 @@ while True:
 """
 
 
-def far_engine(daemon: Daemon, *words: str) -> subprocess.Popen[str]:
-    """An engine of replica "far" in a process of its own; without "commits" it stops at a decided version."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", ENGINE, str(daemon.directory), *words], stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+def far_engine(daemon: Daemon, *words: str) -> Program:
+    """An engine of replica "far" in a separate process; without "commits" it stops at a decided version."""
+    child = Program(python(daemon, ENGINE, *words))
+    assert child.line() == "ready"
     return child
 
 
@@ -305,16 +251,16 @@ def test_a_peer_that_dies_after_the_decision_is_named_and_the_others_serve_the_n
     n0, n1 = nodes(2)
     full = {"w": torch.ones(1000, 1000, dtype=torch.bfloat16)}
     near = shards.zeros_like(full)
-    with n0.connect("trainer") as trainer, n0.connect("near") as engine, ended(far_engine(n1)) as far:
+    with n0.connect("trainer") as trainer, n0.connect("near") as engine, far_engine(n1) as far:
         source = trainer.register_source("policy", full)
         target = engine.register_target("policy", near, replica="near")
         source.publish(1)
         with Engine(target):
             swap = RunningSwap(n0.connect(), "policy", 1, timeout=90)
-            assert far.stdout is not None and far.stdout.readline() == "pending\n"  # decided, and not taken over
+            assert far.line() == "pending"  # decided, and not committed
             (far if victim == "engine" else n1).kill()
             with pytest.raises(refitd.RefitFailed) as failed:
-                swap.result(40)
+                swap.result()
         report = failed.value.report
         assert report is not None and (report.outcome, report.phase) == ("incomplete", "commit")
         assert "far rank 0" in failed.value.causes and "far rank 0" in str(failed.value)
@@ -324,11 +270,9 @@ def test_a_peer_that_dies_after_the_decision_is_named_and_the_others_serve_the_n
         if victim == "daemon":
             n1 = start_daemon(DEADLINES, name="n1", joins=n0.endpoint)
         eventually(lambda: len(n0.status().nodes) == 2, "both nodes are there")
-        with ended(far_engine(n1, "commits")):
+        with far_engine(n1, "commits"):
             full["w"].fill_(2)
-            source.publish(2)
-            with Engine(target):
-                report = trainer.swap("policy", 2, timeout=90)
+            report = go_live(trainer, source, 2, target)
             assert report.outcome == "committed"
             assert {(member.replica, member.state, member.version) for member in report.members} == {
                 ("near", "committed", 2),

@@ -17,7 +17,7 @@ from refitd.testing import Daemon, Engine, eventually, stopped
 from tests.support import programs
 from tests.support.trainer import ANSWER_S, Trainer
 
-LINE_S = 120.0  # an import of torch on a busy machine
+LINE_S = 120.0  # enough for an import of torch on a busy machine
 ORPHANED = ["Orphaned None Orphaned", "Orphaned", "Orphaned"]  # of poll, wait and status
 
 
@@ -46,7 +46,7 @@ class Server:
         return found.decode().strip()
 
     def kill(self) -> None:
-        """End the server alone, as the out-of-memory killer does."""
+        """Kill the server alone, as the out-of-memory killer does."""
         self._process.kill()
         self._process.wait()
 
@@ -71,7 +71,7 @@ def serve(daemon: Daemon) -> Iterator[Callable[..., Server]]:
 
 
 def successor_serves(daemon: Daemon, trainer: Trainer) -> None:
-    """Register replica a from here, and swap to it."""
+    """Register replica a in this process, and swap to it."""
     with daemon.connect("successor") as client:
         weights = {"w": torch.zeros(64, 64)}
         target = client.register_target("policy", weights, replica="a")
@@ -90,7 +90,7 @@ def test_an_engine_whose_server_was_killed_lets_go_of_its_name(
     assert server.line() == "serves 1"
     server.kill()
     assert [server.line() for _ in ORPHANED] == ORPHANED
-    os.kill(server.engine, 0)  # it lives, and holds its memory
+    os.kill(server.engine, 0)  # it is alive, and still has its memory
     eventually(lambda: trainer.targets() == [], "its name is free")
     successor_serves(daemon, trainer)
 
@@ -99,7 +99,7 @@ def test_a_worker_lives_with_its_engines_server_too(
     daemon: Daemon, trainer: Trainer, serve: Callable[..., Server]
 ) -> None:
     server = serve(depth=2)
-    server.kill()  # the worker's parent lives
+    server.kill()  # the worker's parent is alive
     assert [server.line() for _ in ORPHANED] == ORPHANED
     eventually(lambda: trainer.targets() == [], "its name is free")
     successor_serves(daemon, trainer)

@@ -1,4 +1,4 @@
-"""The daemon's user: a client sends nothing to the daemon of a user that it did not name."""
+"""The daemon's user: a client does not send to a daemon of a user that it did not name."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ try:
 except refitd.RefitdError as exc:
     print(type(exc).__name__, exc)
 """
-# users of this process alone, so that tests of other processes may run beside it
+# user ids per process: tests of other processes may run in parallel
 OTHER, VICTIM = 2_000_000_000 + os.getpid(), 2_100_000_000 + os.getpid()
 
 
@@ -81,7 +81,7 @@ def _visit(uid: int, directory: Path | str, *words: object, **env: str) -> str:
 
 
 class OthersDaemon:
-    """What looks like the daemon of another user, in its victim's default directory and open to it."""
+    """A fake daemon of another user, in its victim's default directory and accessible to the victim."""
 
     def __init__(self, endpoint: str = "") -> None:
         self.directory = Path(f"/tmp/refitd-{VICTIM}")
@@ -92,9 +92,10 @@ class OthersDaemon:
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
+        self.pid = self._process.pid
 
     def heard(self) -> list[str]:
-        """End it; return the messages that it was sent."""
+        """End the fake daemon; return the messages that it received."""
         assert self._process.stdout is not None
         self._process.kill()
         self._process.wait(ANSWER_S)
@@ -126,7 +127,7 @@ def test_a_client_says_nothing_to_the_daemon_of_a_user_it_did_not_name(
     listen_as_another_user: Callable[..., OthersDaemon],
 ) -> None:
     theirs = listen_as_another_user()
-    refused = _visit(VICTIM, "")  # found by default, where somebody else was first
+    refused = _visit(VICTIM, "")  # the default directory, which another user created first
     assert "RefusedError" in refused and f"belongs to uid {OTHER}" in refused, refused
     assert f"refitd.connect(..., uid={OTHER})" in refused and f"REFITD_DAEMON_UID={OTHER}" in refused
     assert "RefusedError" in _visit(VICTIM, theirs.directory)
@@ -136,9 +137,9 @@ def test_a_client_says_nothing_to_the_daemon_of_a_user_it_did_not_name(
     assert "did you mean REFITD_DAEMON_UID" in _visit(VICTIM, theirs.directory, REFITD_DAEMON_UDI="0")
     refused = _visit(VICTIM, "refitctl", "status", "--address", theirs.directory)
     assert f"refitctl --uid {OTHER}" in refused, refused
-    # its directory may also look like the victim's own: it is the kernel that says who listens
+    # its directory may also look like the victim's: only the kernel's word on the listener counts
     os.chown(theirs.directory, VICTIM, VICTIM)
-    assert f"the daemon here (pid {theirs._process.pid}) belongs to uid {OTHER}" in _visit(VICTIM, "")
+    assert f"the daemon here (pid {theirs.pid}) belongs to uid {OTHER}" in _visit(VICTIM, "")
     os.chown(theirs.directory, OTHER, OTHER)
     assert theirs.heard() == []
 
@@ -159,7 +160,7 @@ def test_a_daemon_that_hands_out_a_socket_elsewhere_is_left(
 ) -> None:
     theirs = listen_as_another_user(f"ipc://{tmp_path}/refitd.sock")
     assert "not in this directory" in _visit(0, theirs.directory, OTHER)
-    # and one of somebody else's in the right place
+    # a socket of another user at the right path
     (theirs.directory / "refitd.sock").unlink()
     with socket.socket(socket.AF_UNIX) as mine:
         mine.bind(str(theirs.directory / "refitd.sock"))
@@ -176,7 +177,7 @@ def test_a_directory_that_others_can_write_to_is_no_daemons(shared_daemon: Daemo
         shared_daemon.directory.chmod(0o700)
     link = tmp_path / "link"
     link.symlink_to(shared_daemon.directory)
-    with refitd.connect(link) as client:  # a link of one's own, that one has named
+    with refitd.connect(link) as client:  # a link of this user, named explicitly
         assert client.node == "n0"
     os.lchown(link, OTHER, OTHER)
     with pytest.raises(refitd.RefusedError, match=f"uid {OTHER}"):

@@ -21,7 +21,8 @@ import refitd
 from refitd.protocol.reports import StatusReport
 from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support import shards
-from tests.support.programs import refitctl
+from tests.support.fleet import go_live
+from tests.support.programs import Program, python, refitctl
 
 Start = Callable[..., Daemon]
 
@@ -59,7 +60,7 @@ class Served:
         assert shards.equal(self.live, self.weights) and self.target.version == self.version
 
     def swaps_again(self, timeout: float = 60.0) -> None:
-        """The same registrations, and so the same arenas, take another version."""
+        """Swap the same registrations, and so the same arenas, to a new version."""
 
         def is_known() -> bool:
             report = self.status()
@@ -106,10 +107,10 @@ def children(daemon: Daemon, what: str) -> list[int]:
 
 
 def kill_each(daemon: Daemon, what: str, times: int) -> None:
-    """Kill a process of the daemon's and its successors, each as soon as it is there."""
+    """Kill a process of the daemon and its successors, each as soon as it runs."""
     killed: set[int] = set()
     for _ in range(times):
-        eventually(lambda: bool(set(children(daemon, what)) - killed), f"{what} is started again", 30)
+        eventually(lambda: bool(set(children(daemon, what)) - killed), f"{what} is started again")
         pid = max(set(children(daemon, what)) - killed)
         os.kill(pid, signal.SIGKILL)
         killed.add(pid)
@@ -152,13 +153,13 @@ def test_a_daemon_whose_workers_cannot_start_stays_and_refuses_swaps_with_the_re
     start_daemon: Start, tmp_path: Path
 ) -> None:
     daemon = start_daemon(prepare=lambda: os.chdir(tmp_path))
-    broken = tmp_path / "xxhash.py"  # found before the real one by whoever is started here
+    broken = tmp_path / "xxhash.py"  # processes started here import it instead of the real one
     with served(daemon) as here:
         broken.write_text("raise SystemExit(7)\n")
         kill_each(daemon, "refitd.worker", 1)
-        eventually(lambda: any("exited with status 7" in p for p in daemon.node().problems), "status says so", 30)
+        eventually(lambda: any("exited with status 7" in p for p in daemon.node().problems), "status says so")
         here.publish()
-        # it is tried again now and then, and dies while it is asked
+        # the daemon retries it now and then, and it dies during the request
         with pytest.raises(refitd.RefitFailed, match="exited with status 7"):
             here.swap()
         assert here.target.version == here.version - 1
@@ -177,9 +178,9 @@ def test_a_coordinator_that_cannot_start_again_leaves_the_daemon_and_its_arenas(
     with served(daemon) as here:
         away = tmp_path / "away"
         journal.parent.rename(away)
-        journal.mkdir(parents=True)  # a directory where the file should be, as good as a full disk
+        journal.mkdir(parents=True)  # a directory in the file's place fails like a full disk
         kill_each(daemon, "refitd.coordinator", 1)
-        eventually(lambda: "journal" in here.error() and "started in" in here.error(), "clients are told why", 30)
+        eventually(lambda: "journal" in here.error() and "started in" in here.error(), "clients are told why")
         assert daemon.is_running
         journal.rmdir()
         journal.parent.rmdir()
@@ -193,13 +194,13 @@ def test_a_directory_that_was_opened_to_allowed_users_does_not_keep_its_coordina
 ) -> None:
     daemon = start_daemon(f"[node]\nallowed_uids = [{os.getuid() + 4242}]\n")
     with served(daemon) as here:
-        for mode in (0o710, 0o750):  # what an access list for them shows as
+        for mode in (0o710, 0o750):  # the modes that an access list for these users shows
             daemon.directory.chmod(mode)
             kill_each(daemon, "refitd.coordinator", 1)
             here.swaps_again()
         daemon.directory.chmod(0o770)
         kill_each(daemon, "refitd.coordinator", 1)
-        eventually(lambda: "mode 770" in here.error(), "others may write there", 30)
+        eventually(lambda: "mode 770" in here.error(), "others may write there")
         daemon.directory.chmod(0o710)
         here.swaps_again()
 
@@ -213,6 +214,14 @@ def test_a_coordinator_that_stands_still_is_replaced(start_daemon: Start) -> Non
         here.swaps_again()
 
 
+def serves(directory: str, standalone: bool) -> bool:
+    try:
+        with refitd.connect(directory) as client:
+            return not standalone or bool(client.register_source("m", {"w": torch.zeros(4)}))
+    except refitd.TransportError:
+        return False
+
+
 @pytest.mark.parametrize("standalone", [True, False])
 def test_of_daemons_that_start_at_once_in_one_directory_exactly_one_goes_on(standalone: bool) -> None:
     for _ in range(4 if standalone else 2):
@@ -222,22 +231,15 @@ def test_of_daemons_that_start_at_once_in_one_directory_exactly_one_goes_on(stan
             pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
             both = [subprocess.Popen(command, env=env, **pipes) for _ in range(3)]
             try:
-                eventually(lambda: sum(p.poll() is not None for p in both) == 2, "two give way", 30)  # noqa: B023
+                eventually(lambda: sum(p.poll() is not None for p in both) == 2, "two give way")  # noqa: B023
                 (winner,) = [p for p in both if p.poll() is None]
                 for loser in both:
                     if loser is not winner:
                         assert loser.stderr is not None
                         said = loser.stderr.read().decode()
                         assert loser.returncode == 1 and f"(pid {winner.pid}) is already listening" in said, said
-                deadline = time.monotonic() + 20
-                while True:
-                    try:
-                        with refitd.connect(directory) as client:
-                            if not standalone or client.register_source("m", {"w": torch.zeros(4)}):
-                                break
-                    except refitd.TransportError:
-                        assert time.monotonic() < deadline and winner.poll() is None
-                        time.sleep(0.05)
+                eventually(lambda: serves(directory, standalone), "the winner serves")
+                assert winner.poll() is None
             finally:
                 for process in both:
                     process.terminate()
@@ -272,18 +274,15 @@ sys.stdin.readline()
 
 @pytest.mark.parametrize("is_stopped", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_engine_that_hangs_can_be_evicted_and_must_register_again(start_daemon: Start, is_stopped: bool) -> None:
-    daemon = start_daemon("[deadlines]\ncommit_s = 2.0\n[models.policy]\ncatch_up = true\n")
+    daemon = start_daemon("[deadlines]\ncommit_s = 4.0\n[models.policy]\ncatch_up = true\n")
     with served(daemon) as here:
         shapes = repr({name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in here.weights.items()})
-        command = [sys.executable, "-c", HUNG, str(daemon.directory), shapes]
-        hung = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert hung.stdin is not None and hung.stdout is not None
-        try:
-            assert hung.stdout.readline() == "None\n"
+        with Program(python(daemon, HUNG, shapes)) as hung:
+            assert hung.line() == "None"
             if is_stopped:
                 os.kill(hung.pid, signal.SIGSTOP)
 
-            # it holds a version that was decided and does not take it over
+            # it has a staged, decided version and does not commit it
             def is_blocked() -> bool:
                 try:
                     here.publish()
@@ -307,23 +306,17 @@ def test_an_engine_that_hangs_can_be_evicted_and_must_register_again(start_daemo
             here.swap()
             if is_stopped:
                 os.kill(hung.pid, signal.SIGCONT)
-            hung.stdin.write("\n")
-            hung.stdin.flush()
-            said = hung.stdout.readline()
+            hung.tell()
+            said = hung.line()
             assert said.startswith("None ") and "register_target again" in said, said
-            # and it gets the live version like whoever joins
+            # and it gets the live version like any joining target
             with Engine(here.target):
-                assert hung.stdout.readline() == f"{here.version}\n"
-        finally:
-            hung.kill()
-            hung.wait()
-            hung.stdin.close()
-            hung.stdout.close()
+                assert hung.line() == str(here.version)
 
 
 @pytest.fixture
 def no_memory(tmp_path: Path) -> tuple[Path, dict[str, str]]:
-    """A file while which is there arenas of "hungry" clients get no memory, and the environment of such a daemon."""
+    """Return a file and a daemon's environment: while the file exists, arenas of "hungry" clients get no memory."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     assert compiler is not None, "a C compiler is needed"
     library, held = tmp_path / "no_memory.so", tmp_path / "held"
@@ -354,13 +347,11 @@ def test_memory_that_does_not_come_blocks_nobody_else_and_is_named(
 
         waits = threading.Thread(target=register)
         waits.start()
-        # as many as like, meanwhile, sources and targets and arenas of clients' own
-        source = other.register_source("m", weights, timeout=10)
-        target = other.register_target("m", {"w": torch.zeros(1 << 20)}, replica="r", timeout=10)
-        other.allocate({"w": ((4,), torch.float32)}, timeout=10)
-        source.publish(1)
-        with Engine(target):
-            other.swap("m", 1, timeout=60)
+        # during the wait: any number of sources, targets and clients' arenas
+        source = other.register_source("m", weights)
+        target = other.register_target("m", {"w": torch.zeros(1 << 20)}, replica="r")
+        other.allocate({"w": ((4,), torch.float32)})
+        go_live(other, source, 1, target, model="m")
         waits.join(30)
         assert len(failed) == 1 and isinstance(failed[0], refitd.DeadlineExceeded), failed
         assert "hungry/source:0@n0" in str(failed[0]) and "MemAvailable" in str(failed[0])
@@ -369,7 +360,7 @@ def test_memory_that_does_not_come_blocks_nobody_else_and_is_named(
 
 
 def test_a_daemon_that_was_stopped_calls_nobody_silent_for_it(start_daemon: Start) -> None:
-    """It goes on before its coordinator does: that nothing was heard is its own doing, and nothing is begun anew."""
+    """The daemon resumes before its coordinator: it blames its own pause for the silence, and does not reconnect."""
     daemon = start_daemon(standalone=False)
     coordinator = daemon.start_coordinator()
     with daemon.connect() as trainer, daemon.connect() as client:
@@ -385,7 +376,7 @@ def test_a_daemon_that_was_stopped_calls_nobody_silent_for_it(start_daemon: Star
                 with stopped((daemon.pid,)):
                     time.sleep(6.0)
                 time.sleep(0.5)
-            source.publish(2)  # at once
+            source.publish(2)  # without waiting
             assert trainer.swap("policy", 2, timeout=60).outcome == "committed"
     log = daemon.log()[before:]
     assert "slow-turn" in log and "coordinator-silent" not in log and "introduced itself" not in log

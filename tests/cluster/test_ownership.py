@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 import refitd
 from refitd import Derived, RefusedError
 from refitd.testing import Daemon, Engine, eventually
+from tests.support.fleet import go_live
 from tests.support.trainer import ANSWER_S, Trainer
 
 Tensors = dict[str, torch.Tensor]
@@ -67,7 +70,7 @@ def test_kept_tensors_are_in_no_other_registration_that_writes_them(shared_daemo
     base, a, b = torch.ones(8, 8), torch.zeros(4), torch.zeros(4)
     with shared_daemon.connect("one") as one, shared_daemon.connect("two") as two:
         first = one.register_target("a", {"base": base, "adapter": a}, replica="r", keeps=["base"])
-        two.register_target("b", {"base": base, "adapter": b}, replica="r", keeps=["base"])  # no swap writes it
+        two.register_target("b", {"base": base, "adapter": b}, replica="r", keeps=["base"])  # swaps do not write it
         with pytest.raises(RefusedError, match="base: it is to keep its values and shares memory with w of c/r:0"):
             two.register_target("c", {"w": base}, replica="r")
         first.close()
@@ -105,11 +108,11 @@ def test_the_same_rank_registers_its_tensors_again_after_each_end(start_daemon: 
     serves(client.register_target("policy", live, replica="a"))
     with pytest.raises(RefusedError, match=r"policy.*a.*0"):
         client.register_target("policy", live, replica="a")
-    client.close()  # a closed client owns nothing
+    client.close()  # close() ends the client's ownership
     client = daemon.connect("evicted")
     target = client.register_target("policy", live, replica="a")
     trainer.client.evict("policy", "a")
-    target = client.register_target("policy", live, replica="a")  # the evicted one may not have heard of it
+    target = client.register_target("policy", live, replica="a")  # the evicted client may not know yet
     serves(target)
     client.close()
     with daemon.connect("another model") as again:
@@ -120,9 +123,7 @@ def test_a_lost_target_owns_its_memory_as_long_as_it_says_that_it_serves(start_d
     daemon, live, given = start_daemon(), {"w": torch.zeros(4)}, {"w": torch.ones(4)}
     lost = daemon.connect(reconnect=False)
     source, target = lost.register_source("policy", given), lost.register_target("policy", live, replica="a")
-    source.publish(1)
-    with Engine(target):
-        lost.swap("policy", 1)
+    go_live(lost, source, 1, target)
     daemon.kill()
     daemon.start()
     with daemon.connect() as client:
@@ -151,7 +152,7 @@ def test_an_address_that_is_used_again_belongs_to_no_target_that_has_ended(share
 
 
 def test_sources_read_memory_that_another_registration_owns(daemon: Daemon) -> None:
-    """An engine offers its weights under another name: a copy of them at each publication."""
+    """An engine offers its weights under another name: each publication copies them."""
     live = {"w": torch.zeros(64, 64)}
     trainer = Trainer(daemon)
     with daemon.connect() as client:
@@ -166,8 +167,10 @@ def test_sources_read_memory_that_another_registration_owns(daemon: Daemon) -> N
 class Drafted:
     """A policy and its draft in one engine; the draft uses the policy's embedding."""
 
-    def __init__(self, daemon: Daemon, offers: bool) -> None:
-        self.trainer, self.engine, self.other = (daemon.connect() for _ in range(3))
+    def __init__(self, daemon: Daemon, offers: bool, other: refitd.Client | None = None) -> None:
+        returns = other is not None  # a client that waits for the next daemon must be closed
+        self.trainer, self.engine = daemon.connect(reconnect=returns), daemon.connect(reconnect=returns)
+        self.other = other or daemon.connect()
         self.given = {
             "policy": {"embed": torch.zeros(16, 8), "head": torch.zeros(8)},
             "draft": {"head": torch.zeros(4)},
@@ -206,7 +209,8 @@ def test_a_tensor_that_a_draft_shares_moves_in_a_joint_swap_only(daemon: Daemon,
             ):
                 pair.trainer.swap("policy", version, timeout=ANSWER_S)
             pair.trainer.swap_together({"policy": version, "draft": version}, timeout=ANSWER_S)
-            assert pair.holds(version) and (pair.target.version, pair.second.version) == (version, version)
+            assert pair.holds(version)
+            eventually(lambda: pair.target.version == pair.second.version == version, "both serve it")  # noqa: B023
         with pytest.raises(RefusedError, match=r"publish the older weights as new versions of both"):
             pair.trainer.rollback("policy", timeout=ANSWER_S)
         pair.publish_all(3)
@@ -235,8 +239,88 @@ def test_what_is_named_as_shared_is_a_tensor_of_the_other_target(daemon: Daemon)
         pair.other.register_target("policy", pair.policy, replica="b", shared={"embed": pair.target})
     second = pair.other.register_target("draft", pair.draft, replica="a", shared={"embed": pair.target})
     pair.target.close()
-    pair.target = pair.engine.register_target("policy", pair.policy, replica="a")  # the owner comes back
+    pair.target = pair.engine.register_target("policy", pair.policy, replica="a")  # the owner registers again
     with pytest.raises(RefusedError, match="embed: it is to keep its values and shares memory with w of x/r:0"):
         pair.target.close()
         pair.engine.register_target("x", {"w": pair.policy["embed"]}, replica="r")
     second.close()
+
+
+@pytest.mark.parametrize("first", ["owner", "user"])
+def test_between_two_commits_of_a_joint_swap_the_draft_serves_nothing(daemon: Daemon, first: str) -> None:
+    pair = Drafted(daemon, offers=False)
+    for version in (1, 2):
+        pair.publish_all(version)
+        swap = threading.Thread(target=pair.trainer.swap_together, args=({"policy": version, "draft": version},))
+        swap.start()
+        eventually(lambda: pair.target.pending == pair.second.pending == version, "decided")  # noqa: B023
+        order = (pair.target, pair.second) if first == "owner" else (pair.second, pair.target)
+        assert order[0].poll() == version
+        assert pair.second.version is None
+        if version == 2:
+            assert "was decided with its version" in pair.second.fenced or pair.second.pending == 2
+        assert order[1].poll() == version
+        assert (pair.target.version, pair.second.version, pair.second.fenced) == (version, version, "")
+        swap.join(ANSWER_S)
+        assert not swap.is_alive()
+
+
+def test_a_draft_that_missed_a_swap_of_its_owner_serves_nothing_until_both_are_swapped(
+    start_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    daemon = start_daemon()
+    path = tmp_path / "daemon"
+    path.symlink_to(daemon.directory)
+    pair = Drafted(daemon, offers=False, other=refitd.connect(path))
+    pair.publish_all(1)
+    with Engine(pair.target, pair.second):
+        pair.trainer.swap_together({"policy": 1, "draft": 1}, timeout=ANSWER_S)
+    daemon.kill()
+    path.unlink()  # the draft's client does not find the next daemon
+    daemon.start()
+    pair.publish_all(2)
+    with Engine(pair.target):
+        eventually(lambda: _accepts(pair, 2), "the policy alone is swapped")
+    assert pair.target.version == 2 and pair.second.version is None
+    path.symlink_to(daemon.directory)
+    with Engine(pair.target, pair.second):
+        eventually(
+            lambda: any(model.model == "draft" and model.targets for model in daemon.status().models), "it is back"
+        )
+        assert pair.second.version is None and "was decided with its version 1" in pair.second.fenced
+        pair.publish_all(3)
+        pair.trainer.swap_together({"policy": 3, "draft": 3}, timeout=ANSWER_S)
+        assert pair.holds(3)
+        eventually(lambda: pair.second.version == 3, "the draft serves again")
+    for client in (pair.trainer, pair.engine, pair.other):
+        client.close()
+
+
+def _accepts(pair: Drafted, version: int) -> bool:
+    try:
+        pair.trainer.swap("policy", version, timeout=ANSWER_S)
+    except refitd.RefitdError:
+        return False
+    return True
+
+
+def test_a_draft_serves_nothing_while_the_owner_of_its_tensor_serves_nothing(daemon: Daemon) -> None:
+    pair = Drafted(daemon, offers=False)
+    pair.publish_all(1)
+    with Engine(pair.target, pair.second):
+        pair.trainer.swap_together({"policy": 1, "draft": 1}, timeout=ANSWER_S)
+    pair.target.suspend()
+    assert pair.second.version is None and "it is suspended" in pair.second.fenced
+    with Engine(pair.target, pair.second):
+        pair.target.resume(kept=False)
+        eventually(lambda: pair.target.version == pair.second.version == 1, "the owner catches up")
+    pair.target.close()
+    assert pair.second.version is None and "it was closed" in pair.second.fenced
+
+
+def test_an_owner_that_is_written_in_place_shares_no_tensor(daemon: Daemon) -> None:
+    with daemon.connect() as client:
+        live = client.allocate({"embed": ((64, 64), torch.float32)})
+        owner = client.register_target("policy", live, replica="a", mode="in-place")
+        with pytest.raises(RefusedError, match="policy/a:0 is written in place"):
+            client.register_target("draft", {**live, "h": torch.zeros(2)}, replica="a", shared={"embed": owner})

@@ -1,9 +1,7 @@
-"""Partial updates: a version is what the sources offer; kept tensors of a target are never written."""
+"""Partial updates: a version is the tensors that the sources offer; kept tensors of a target are never written."""
 
 from __future__ import annotations
 
-import signal
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,18 +11,20 @@ import torch
 import refitd
 from refitd import Derived, MXFP8Buffer
 from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
-from tests.support.programs import ended, python, refitctl
+from tests.support.controls import controlled
+from tests.support.fleet import go_live
+from tests.support.programs import Program, python, refitctl
 
 Tensors = dict[str, torch.Tensor]
 
 
 def trained(version: int) -> Tensors:
-    """What a version offers: two tensors of four."""
+    """Return the two tensors of four that a version offers."""
     return {"head": torch.full((64, 32), float(version)), "norm": torch.full((32,), version + 0.5)}
 
 
 def own(base: float = 7.0) -> Tensors:
-    """An engine's tensors before its first version."""
+    """Return an engine's tensors before its first version."""
     return {
         "embed": torch.full((128, 32), base),
         "head": torch.zeros(64, 32),
@@ -34,7 +34,7 @@ def own(base: float = 7.0) -> Tensors:
 
 
 class Fleet:
-    """A trainer that offers a part, and replica "a" that keeps the rest."""
+    """A trainer that offers two tensors, and replica "a" that keeps the rest."""
 
     def __init__(self, daemon: Daemon, model: str = "policy") -> None:
         self.daemon, self.model = daemon, model
@@ -68,7 +68,7 @@ def fleet(shared_daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[Fle
 
 
 def holds(live: Tensors, version: int, base: float = 7.0) -> bool:
-    """Whether these tensors hold a version, and everything else is as it was."""
+    """Return whether these tensors have a version, and all others are unchanged."""
     wanted = own(base) | trained(version)
     return all(torch.equal(live[name], tensor) for name, tensor in wanted.items())
 
@@ -82,11 +82,11 @@ def test_what_is_not_offered_is_kept_and_told(fleet: Fleet) -> None:
     model = fleet.trainer.status().models[0]
     (target,), (source,) = model.targets, model.sources
     assert source.is_partial and target.kept == ("embed", "tower")
-    # nothing of it is staged either
+    # kept tensors are not staged either
     assert (target.kept_tensors, target.kept_bytes) == (2, kept_bytes) and target.staging_bytes < kept_bytes
     assert [(one.name, one.bytes) for one in fleet.trainer.plan(fleet.model).kept] == [("embed", 16384), ("tower", 64)]
     assert set(fleet.trainer.tensors(fleet.model)) == {"head", "norm"}
-    fleet.live["embed"] = fleet.live["embed"].clone().add_(1)  # the engine's own: it may even move
+    fleet.live["embed"] = fleet.live["embed"].clone().add_(1)  # the engine's tensor: it may even move
     assert fleet.trainer.verify(fleet.model, timeout=60).outcome == "proven"
     fleet.live["head"][3, 4] = 9
     assert fleet.trainer.verify(fleet.model, timeout=60).outcome == "differs"
@@ -113,7 +113,7 @@ def test_an_aborted_swap_a_rollback_and_a_replica_that_joins(fleet: Fleet) -> No
         assert holds(fleet.live, 2)
         fleet.trainer.rollback(fleet.model, timeout=60)
     assert holds(fleet.live, 1)
-    # one that joins is brought what is offered; what it keeps is what it came with, whatever others keep
+    # a joining target gets the offered tensors; of the rest it keeps its initial values, not those of its peers
     with fleet.daemon.connect("joins") as client:
         late = own(3.0)
         target = client.register_target(fleet.model, late, replica="b", keeps=("embed", "tow*"))
@@ -143,38 +143,26 @@ for line in sys.stdin:
 
 @pytest.mark.parametrize("way", ["private", pytest.param("arena", marks=pytest.mark.slow)])
 def test_an_engine_that_crashes_and_returns_keeps_what_it_comes_with(daemon: Daemon, way: str) -> None:
-    """The arena that it left holds the version alone: nothing of it goes over the engine's own tensors."""
+    """The arena that it left contains only offered tensors; a restore must not overwrite the engine's kept tensors."""
 
     fleet = Fleet(daemon)
 
-    def engine(base: float) -> subprocess.Popen[str]:
-        command = python(fleet.daemon, ENGINE, way, str(base))
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def said(engine: Program, line: object = "") -> str:
+        engine.tell(str(line))
+        return engine.line()
 
-    def told(process: subprocess.Popen[str], version: int) -> str:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(f"{version}\n")
-        process.stdin.flush()
-        return process.stdout.readline().strip()
-
-    def registered(process: subprocess.Popen[str]) -> str:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-        return process.stdout.readline().strip()
-
-    with ended(engine(5)) as first, ended(engine(6)) as second:
-        assert registered(first) == "('embed',) None"
+    command = python(fleet.daemon, ENGINE, way)
+    with Program([*command, "5"]) as first, Program([*command, "6"]) as second:
+        assert said(first) == "('embed',) None"
         fleet.publish(1)
         with Engine(fleet.target):
             running = RunningSwap(fleet.daemon.connect(), "policy", 1, timeout=60)
-            assert told(first, 1) == "1 [5.0] [1.0] [1.5]"
+            assert said(first, 1) == "1 [5.0] [1.0] [1.5]"
             running.result()
-        first.send_signal(signal.SIGKILL)
-        first.wait()
+        first.kill()
         eventually(lambda: len(fleet.trainer.status().models[0].targets) == 1, "it is gone")
-        assert registered(second) == "('embed',) 1"
-        assert told(second, 1) == "1 [6.0] [1.0] [1.5]"
+        assert said(second) == "('embed',) 1"
+        assert said(second, 1) == "1 [6.0] [1.0] [1.5]"
     fleet.close()
 
 
@@ -187,9 +175,7 @@ def test_tensors_that_workers_write_and_tensors_written_in_place(fleet: Fleet) -
                 tensors[name].copy_(tensor)
             held.append(tensors)
         shadow = client.register_target(fleet.model, held[0], replica="shadow", keeps=True)
-        client.register_target(
-            fleet.model, held[1], replica="in-place", keeps=True, mode="in-place", on_pause=lambda version: None
-        )
+        controlled(client, fleet.model, held[1], replica="in-place", keeps=True, mode="in-place")
         for version in (1, 2):
             fleet.swap(version, shadow)
             assert all(holds(live, version) for live in (fleet.live, *held))
@@ -236,7 +222,7 @@ def test_a_part_is_saved_only_where_that_is_meant(daemon: Daemon, tmp_path: Any)
     found = load_file(tmp_path / "part" / "model.safetensors")
     assert saved.tensors == 2 and all(torch.equal(found[name], t) for name, t in trained(1).items())
     fleet.trainer.close()
-    # published again, as a part, after the trainer has gone: engines that keep the rest take it
+    # published again as a partial version after the trainer has ended: engines that keep the rest take it
     with fleet.daemon.connect("publisher") as client:
         eventually(lambda: not client.status().models[0].sources[0].attached, "the trainer is gone")
         version = refitd.publish_checkpoint(client, "policy", tmp_path / "part", partial=True).version
@@ -253,9 +239,7 @@ def test_after_a_full_trainer_a_partial_one_is_followed_only_by_who_says_so(daem
             target = client.register_target("policy", live, replica="a")
             every = {**own(), **trained(1), "embed": torch.full((128, 32), 11.0)}
             source = full.register_source("policy", every)
-            source.publish(1)
-            with Engine(target):
-                full.swap("policy", 1, timeout=60)
+            go_live(full, source, 1, target)
         eventually(lambda: not client.status().models[0].sources[0].attached, "the full trainer has gone")
         with daemon.connect("part") as part:
             source = part.register_source("policy", trained(2), partial=True)
@@ -283,8 +267,8 @@ def test_ranks_of_several_replicas_and_trainers_must_agree(shared_daemon: Daemon
         with pytest.raises(refitd.RefusedError, match=r"rank 1 has partial=False, source rank 0 .* has partial=True"):
             trainer.register_source("p", {"b": torch.ones(4)}, rank=1, world_size=2)
         with pytest.raises(refitd.DeadlineExceeded, match=r"source ranks \[1\] have not registered"):
-            client.register_target("p", {"a": torch.ones(4)}, replica="e", keeps=True, timeout=0.3)
-        # a stage of which nothing is trained offers nothing
+            client.register_target("p", {"a": torch.ones(4)}, replica="e", keeps=True, timeout=2.0)
+        # a stage without trained tensors offers none
         with pytest.raises(refitd.RefusedError, match=r"no tensor .* is called 'head'"):
             trainer.register_source("p", {"b": torch.ones(4)}, rank=1, world_size=2, partial=["head"])
         second = trainer.register_source("p", {"b": torch.ones(4)}, rank=1, world_size=2, partial=("head*",))
@@ -297,7 +281,7 @@ def test_ranks_of_several_replicas_and_trainers_must_agree(shared_daemon: Daemon
         del second
 
 
-# what an engine registers, and why it cannot follow sources that offer "a" and "b", tied to "c" nowhere
+# tensors and options that an engine registers, and why it cannot follow sources of "a" and "b", tied to no "c"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a name differs, and would be kept for ever": (
         {"tensors": ("a", "x.b"), "keeps": True},
@@ -330,7 +314,7 @@ def test_a_replica_that_would_mix_versions_is_refused_by_name(
         client.register_target("p", live, replica="e", metadata=metadata, keeps=said["keeps"])
         source.publish(1)
         with pytest.raises(refitd.RefusedError, match=why):
-            trainer.swap("p", 1, timeout=20)
+            trainer.swap("p", 1, timeout=60)
         with pytest.raises(refitd.PlanError, match=why):
             trainer.plan("p")
         source.close()
@@ -371,7 +355,7 @@ def test_ranks_that_are_cut_take_their_shares_and_a_frozen_stage_takes_nothing(s
         for source in sources:
             source.publish(1)
         with Engine(*targets):
-            report = trainer.swap("cut", 1, timeout=20)
+            report = trainer.swap("cut", 1, timeout=60)
         assert report.kept_tensors == 3 and [target.version for target in targets] == [1, 1, 1]
         assert torch.equal(torch.cat([tensors["w"] for tensors in live[:2]], 1), whole)
         assert all(bool((tensors["frozen"] == rank).all()) for rank, tensors in enumerate(live[:2]))
@@ -394,15 +378,13 @@ def test_a_module_offers_the_named_part_and_may_replace_the_rest(shared_daemon: 
         for version in (1, 2):
             with torch.no_grad():
                 given["head"].weight.add_(1)
-            for one in (given, live):  # nothing else looks at it
+            for one in (given, live):  # refitd does not use the frozen part
                 one["frozen"].weight = torch.nn.Parameter(one["frozen"].weight.detach().clone())
-            source.publish(version)
-            with Engine(target):
-                trainer.swap("modules", version, timeout=20)
+            go_live(trainer, source, version, target, model="modules")
             assert torch.equal(live["head"].weight, given["head"].weight)
             assert torch.equal(live["frozen"].weight, before["frozen.weight"])
-        given["head"].weight = torch.nn.Parameter(torch.zeros(4, 4))  # followed, as ever
+        given["head"].weight = torch.nn.Parameter(torch.zeros(4, 4))  # refitd follows the replaced parameter
         with source.lend(3), Engine(target):
-            trainer.swap("modules", 3, timeout=20)
+            trainer.swap("modules", 3, timeout=60)
         assert not live["head"].weight.any()
         source.close()

@@ -36,7 +36,7 @@ def test_adapters_go_into_a_slot_of_a_larger_rank_and_what_merges_into_an_engine
 
     model = peft.get_peft_model(base(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     alone, weights, plain = adapter_tensors(model), merged(model, only_trained=True), base()
-    # slots of rank 8, as an engine has them for adapters of any rank up to that
+    # slots of rank 8, as an engine has them for adapters of rank 8 or lower
     slots = {n: torch.zeros((8, t.shape[1]) if "lora_A" in n else (t.shape[0], 8)) for n, t in alone.items()}
     used = {name: slot[:4] if "lora_A" in name else slot[:, :4] for name, slot in slots.items()}
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:

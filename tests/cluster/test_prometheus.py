@@ -21,7 +21,7 @@ import torch
 
 import refitd
 from refitd.testing import Cluster, Engine, eventually
-from refitd.testing.cluster import free_port
+from refitd.testing.daemon import free_port
 from tests.support.programs import ended
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -42,7 +42,7 @@ def promtool(*arguments: str, text: str | None = None) -> str:
 
 
 def queries() -> list[tuple[str, str]]:
-    """(panel, query) of the dashboard, with its variables filled in."""
+    """Return (panel, query) of the dashboard, with its variables filled in."""
     found = json.loads((CONFIGS / "grafana/refitd.json").read_text())
     variables = {"$model": ".*", "$__rate_interval": f"{STEP_S}s"}
     for panel in found["panels"]:
@@ -71,7 +71,7 @@ class Prometheus:
 
     def ask(self, path: str, **arguments: object) -> Any:
         url = f"http://127.0.0.1:{self._port}/api/v1/{path}?{urllib.parse.urlencode(arguments)}"
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return json.load(answer)["data"]
 
     def is_up(self) -> bool:
@@ -81,7 +81,7 @@ class Prometheus:
             return False
 
     def samples(self, query: str, since: float) -> list[float]:
-        """All values that a query has had since a time."""
+        """Return all values of a query since a time."""
         found = self.ask("query_range", query=query, start=since, end=time.time(), step=1)
         return [float(value) for series in found["result"] for _, value in series["values"]]
 
@@ -145,10 +145,10 @@ def test_every_query_of_the_dashboard_has_data_and_faults_alarm(tmp_path: Path) 
                 trainer.swap("nothing", timeout=30)
             source.publish(9)
             with pytest.raises(refitd.SwapFailed):
-                trainer.swap("policy", timeout=30)  # nobody polls
+                trainer.swap("policy", timeout=30)  # no target polls
             time.sleep(3)
             for port in cluster.ports.values():
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
                     promtool("check", "metrics", text=page.read().decode())
             empty = [
                 f"{panel}: {query}"
@@ -163,5 +163,5 @@ def test_every_query_of_the_dashboard_has_data_and_faults_alarm(tmp_path: Path) 
             assert alarms == {"RefitdSwapIncomplete"}
             cluster.daemons["n1"].kill()
             lost = 'ALERTS{alertname="RefitdNodeLost",alertstate="firing"}'
-            eventually(lambda: server.samples(lost, began), "the lost node alarms", 30)
+            eventually(lambda: server.samples(lost, began), "the lost node alarms")
             cluster.daemons["n1"].start()

@@ -1,4 +1,4 @@
-"""Registrations as people make them: wrong arguments, empty ranks, wrappers, replaced tensors, many in a row."""
+"""Registrations as users make them: wrong arguments, empty ranks, wrappers, replaced tensors, many in a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from torch import nn
 import refitd
 from refitd import ParameterMetadata, RefitdError, RefusedError
 from refitd.client import Client
+from refitd.client.source_tensors import SourceTensors
 from refitd.testing import Daemon, Engine, eventually
+from tests.support.controls import Controlled
+from tests.support.fleet import go_live
+from tests.support.shards import meta
 
 
 def test_no_wrong_argument_ends_a_session_and_numbers_of_numpy_and_torch_are_numbers(daemon: Daemon) -> None:
@@ -64,13 +68,13 @@ def test_no_wrong_argument_ends_a_session_and_numbers_of_numpy_and_torch_are_num
             lambda: trainer.register_source("x", full, rank="0"),
             lambda: trainer.register_source("x", full, slots=None),
             lambda: trainer.register_source("x", full, mxfp8=("w",)),
-            lambda: trainer.register_source("x", full, pull="yes"),
             lambda: trainer.register_source("x", full, metadata=described(fill="zero")),
             lambda: trainer.register_source("x", full, metadata=described(element_size=8)),
             lambda: trainer.register_source("x", full, metadata=described(cast_from=16)),
             lambda: trainer.register_source("x", full, timeout=math.inf),
             lambda: engine.register_target("x", live, replica=None),
-            lambda: engine.register_target("x", live, replica="a", on_commit="later"),
+            lambda: engine.control_replica("x", "a", commit="later"),
+            lambda: engine.control_replica("x", "a", pause="later", commit=print),
             lambda: engine.register_target("x", live, replica="a", derived={"d": live["w"]}),
             lambda: engine.register_target("x", live, replica="a", convert_on_send=None),
             lambda: refitd.connect(3),  # type: ignore[arg-type]
@@ -88,20 +92,10 @@ def test_no_wrong_argument_ends_a_session_and_numbers_of_numpy_and_torch_are_num
 
 
 def test_ranks_without_tensors_and_tensors_held_twice_take_part(daemon: Daemon) -> None:
-    """A pipeline stage without parameters; an expert in two places; an empty tensor among those of an arena."""
+    """A pipeline stage without parameters, an expert in two places, an empty tensor in an arena."""
 
     def described(tensors: dict[str, torch.Tensor], rank: int, **names: str) -> list[ParameterMetadata]:
-        return [
-            ParameterMetadata(
-                name=name,
-                shape=tuple(t.shape),
-                dtype=t.dtype,
-                element_size=t.element_size(),
-                owner_rank=rank,
-                resolved_name=names.get(name, name),
-            )
-            for name, t in tensors.items()
-        ]
+        return [meta(name, t, rank, resolved_name=names.get(name, name)) for name, t in tensors.items()]
 
     full = {"w": torch.arange(6.0), "again": torch.arange(6.0), "e": torch.zeros(0, 4)}
     with daemon.connect() as trainer, daemon.connect() as engine:
@@ -111,14 +105,12 @@ def test_ranks_without_tensors_and_tensors_held_twice_take_part(daemon: Daemon) 
         ]
         own = {"w": torch.zeros(6), "e": torch.zeros(0, 4)}
         live = engine.allocate({"w": ((6,), torch.float32), "e": ((0, 4), torch.float32)})
-        pause = {"mode": "in-place", "on_pause": lambda version: None}
+        replica = Controlled(engine, "policy", "b", 2)
         targets = [
             engine.register_target("policy", own, replica="a", rank=0, world_size=2, metadata=described(own, 0)),
             engine.register_target("policy", nn.Identity(), replica="a", rank=1, world_size=2),
-            engine.register_target(
-                "policy", live, replica="b", rank=0, world_size=2, metadata=described(live, 0), **pause
-            ),
-            engine.register_target("policy", {}, replica="b", rank=1, world_size=2, **pause),
+            replica.add(engine, live, metadata=described(live, 0), mode="in-place"),
+            replica.add(engine, {}, mode="in-place"),
         ]
         with Engine(*targets[:2]):
             for version in (1, 2):
@@ -148,7 +140,7 @@ def plain_model(value: float) -> nn.Module:
 
 
 def wrapped_model(value: float, tmp_path: Path) -> nn.Module:
-    """DDP around a compiled model one of whose layers is compiled, and another in a checkpoint wrapper."""
+    """Return DDP around a compiled model that has one compiled layer and one in a checkpoint wrapper."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.nn.parallel import DistributedDataParallel
 
@@ -186,18 +178,6 @@ def test_wrappers_have_no_names(daemon: Daemon, tmp_path: Path) -> None:
                 trainer.register_source("clash", clash)
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_targets_of_two_clients_of_a_process_do_not_share_memory(shared_daemon: Daemon) -> None:
-    whole = torch.zeros(8, 12)
-    with shared_daemon.connect("one") as one, shared_daemon.connect("two") as two:
-        first = one.register_target("policy", {"a": whole[:4]}, replica="one")
-        with pytest.raises(refitd.RefusedError, match="b: it shares memory with a of policy/one:0"):
-            two.register_target("policy", {"b": whole[3:]}, replica="two")
-        with pytest.raises(refitd.RefusedError, match="a: it shares memory with a of policy/one:0"):
-            two.register_target("other", {"a": whole[:4]}, replica="two")
-        first.close()
-        two.register_target("policy", {"b": whole[3:]}, replica="two")
 
 
 def test_of_targets_that_two_threads_register_at_once_one_gets_the_memory(daemon: Daemon) -> None:
@@ -248,70 +228,66 @@ def test_a_trainer_that_frees_what_it_has_registered_is_refused_and_goes_on(daem
 
 
 def test_a_copy_that_fails_gives_its_slot_back(daemon: Daemon) -> None:
+    def fail(tensors: object, arena: object) -> None:
+        raise MemoryError("no")
+
     with daemon.connect() as trainer:
         source = trainer.register_source("policy", {"w": torch.ones(4)}, slots=1)
-        write = source._tensors.write_to
-
-        def fail(arena: object) -> None:
-            raise MemoryError("no")
-
-        for version in (1, 2, 2):
-            source._tensors.write_to = fail  # type: ignore[method-assign]
-            with pytest.raises(MemoryError):
-                source.publish(version, timeout=5)
-        source._tensors.write_to = write  # type: ignore[method-assign]
-        source.publish(2, timeout=5)
+        with pytest.MonkeyPatch.context() as fails:
+            fails.setattr(SourceTensors, "write_to", fail)
+            for version in (1, 2, 2):
+                with pytest.raises(MemoryError):
+                    source.publish(version)
+        source.publish(2)
         assert trainer.status().models[0].complete_versions == (2,)
 
 
 MIB = 1 << 20
 
-# What each process may have more at the end: Python and the C library take memory by the MiB, SQLite keeps up to 2 MiB
-# of the journal's pages. `docs/reliability.md` has what was measured.
+# The allowed growth of each process: Python and the C library allocate by the MiB, SQLite caches up to 2 MiB of the
+# journal's pages. `docs/reliability.md` has the measured growth.
 MAY_GROW = 4 * MIB
 
 
 def private_bytes(pid: int | str) -> int:
-    """What a process has in memory, and its part of memory files; not of programs and libraries, which others map."""
+    """Return a process's private memory and its mapped memory files, without programs and shared libraries."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))) << 10
 
 
 def _arenas(maps: str) -> list[str]:
-    """The arenas among a process's mappings; the page of permits stays as long as its client."""
+    """Return the arenas among a process's mappings; the page of permits stays as long as its client."""
     return [line for line in maps.splitlines() if "memfd:refitd" in line and "permits" not in line]
 
 
 def register_swap_and_close(trainer: Client, engine: Client, version: int, count: int) -> None:
-    """A source and two targets, one of them in an arena of `allocate`, of `count` elements; all of it given back.
+    """Register a source and two targets of `count` elements, one in an arena of `allocate`; swap and free all.
 
-    Nothing here makes a tensor beside these: the C allocator keeps what is freed, up to 64 MiB of it.
+    The function makes no other tensor, because the C allocator keeps up to 64 MiB of freed memory.
     """
     full, live = {"w": torch.full((count,), float(version))}, {"w": torch.zeros(count)}
     placed = engine.allocate({"w": ((count,), torch.float32), "e": ((0,), torch.float32)})
     source = trainer.register_source("policy", full)
     targets = [engine.register_target("policy", t, replica=r) for r, t in (("a", live), ("b", placed))]
-    source.publish(version)
-    with Engine(*targets):
-        trainer.swap("policy", version, timeout=60)
+    go_live(trainer, source, version, *targets)
     assert torch.equal(placed["w"], full["w"]) and torch.equal(live["w"], full["w"])
     with pytest.raises(RefusedError, match="registered as policy/b:0"):
         engine.free(placed)
     for registered in (*targets, source):
         registered.close()
-        registered.close()  # once more is nothing
+        registered.close()  # a second close has no effect
     engine.free(placed)
     with pytest.raises(RefusedError, match="free already"):
         engine.free(placed)
 
 
 def held_by_each(daemon: Daemon) -> dict[str, int]:
-    """The memory of each process, once nobody has an arena."""
-    # what was registered is let go of at once, not when the session ends or the collector comes
+    """Return the memory of each process after all arenas are freed."""
+    # close() frees immediately, without waiting for the session's end or the garbage collector
     status = daemon.node()
     assert (status.arenas, status.arena_bytes) == (0, 0)
     pids = ["self", *map(str, (daemon.pid, *daemon.children()))]
-    for pid in pids:  # workers are told to unmap, and do it in their turn
+    for pid in pids:  # workers unmap asynchronously
         maps = Path(f"/proc/{pid}/maps")
         eventually(lambda maps=maps: not _arenas(maps.read_text()), f"{pid} maps no arena")
     return {pid: private_bytes(pid) for pid in pids}
@@ -334,7 +310,7 @@ def test_memory_stays_flat_over_two_thousand_small_registrations(daemon: Daemon)
     with daemon.connect() as trainer, daemon.connect() as engine:
         for version in range(1, 2001):
             register_swap_and_close(trainer, engine, version, 16_384)
-            if version == 1000:  # by then caches that have a bound are nearly full
+            if version == 1000:  # by then bounded caches are nearly full
                 before = held_by_each(daemon)
         after = held_by_each(daemon)
     grown = {pid: after[pid] - before[pid] for pid in after}

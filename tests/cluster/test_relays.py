@@ -1,4 +1,4 @@
-"""Nodes relay bytes that several nodes need: each cable carries them once, and every node gets all of them."""
+"""Bytes that several nodes or ranks need cross each cable once: nodes relay them, and every rank gets all of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ import refitd
 from refitd import MXFP8Buffer
 from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support import shards
+from tests.support.controls import controlled, nothing
+from tests.support.fleet import go_live
 
 Nodes = tuple[Daemon, ...]
 Tensors = dict[str, torch.Tensor]
 MODEL: shards.Model = {"wide": ((700, 960), 0), "tall": ((960, 700), 0), "norm": ((960,), 0)}
-ROWS = 2  # ranks of a replica, which share rows
+ROWS = 2  # ranks of one replica, which have common rows
 CONFIG = "[deadlines]\nplan_s = 60.0\nstage_s = 20.0\ncommit_s = 10.0\n[transport]\nrelays = {}\n"
 
 
@@ -33,7 +35,7 @@ def part(tensor: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 class Fleet:
-    """A trainer of float32 on node n0, and on each other node a replica of two ranks that holds bfloat16."""
+    """A float32 trainer on node n0, and on each other node a bfloat16 replica of two ranks."""
 
     def __init__(self, nodes: Callable[..., Nodes], count: int = 4, *, relays: bool = True) -> None:
         self.nodes = nodes(count, CONFIG.format(str(relays).lower()), (2,) * count)
@@ -45,9 +47,11 @@ class Fleet:
         self.targets: list[refitd.Target] = []
         self.live: list[tuple[int, Tensors]] = []
 
-    def add(self, node: int, replica: str, *, flips: bool = False, **options: object) -> None:
+    def add(self, node: int, replica: str, *, flips: bool = False, in_place: bool = False) -> None:
         """Register a replica on a node."""
         client = self.clients[node]
+        if in_place:
+            client.control_replica("policy", replica, pause=nothing, commit=nothing)
         for rank in range(ROWS):
             mine = {name: part(tensor, rank).to(torch.bfloat16) for name, tensor in self.held.items()}
             described = shards.describe(mine, rank, ROWS, MODEL)
@@ -63,7 +67,7 @@ class Fleet:
                     world_size=ROWS,
                     metadata=described,
                     cast="float32",
-                    **options,  # type: ignore[arg-type]
+                    mode="in-place" if in_place else "shadow",
                 )
             )
             self.live.append((rank, live))
@@ -75,9 +79,7 @@ class Fleet:
             tensor[which] += 1.0
 
     def swap(self, version: int) -> refitd.SwapReport:
-        self.source.publish(version)
-        with Engine(*self.targets):
-            return self.trainer.swap("policy", version, timeout=60)
+        return go_live(self.trainer, self.source, version, *self.targets)
 
     def check(self) -> None:
         for number, (rank, live) in enumerate(self.live):
@@ -120,16 +122,14 @@ def test_every_cable_carries_it_once(nodes: Callable[..., Nodes]) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_gets_versions_whole_costs_only_its_own_cable(nodes: Callable[..., Nodes]) -> None:
-    """One that is written in place has no base of a delta, and comes last."""
+    """A replica written in place has no base for a delta, so it is the last of the path."""
     fleet = Fleet(nodes)
-    stands: dict[str, Callable[[int | None], None]] = {"on_pause": lambda _: None, "on_resume": lambda _: None}
     fleet.held = {name: tensor.to(torch.bfloat16) for name, tensor in fleet.held.items()}
     fleet.source = fleet.clients[0].register_source("plain", fleet.held)
     live = [fleet.clients[node].allocate({n: (t.shape, t.dtype) for n, t in fleet.held.items()}) for node in (1, 2, 3)]
-    options = ({"mode": "in-place", **stands}, {}, {})
     targets = [
-        fleet.clients[node].register_target("plain", held, replica=f"r{node}", **more)  # type: ignore[arg-type]
-        for node, held, more in zip((1, 2, 3), live, options, strict=True)
+        controlled(fleet.clients[1], "plain", live[0], replica="r1", mode="in-place"),
+        *(fleet.clients[node].register_target("plain", live[node - 1], replica=f"r{node}") for node in (2, 3)),
     ]
     for version in (1, 2):
         fleet.change(0.01, version)
@@ -155,7 +155,7 @@ def test_whoever_fails_on_the_path_is_named_and_the_next_swap_goes_on(
     fleet.change(1.0, 1)
     fleet.source.publish(2)
     pids = [node.node_of(f"n{i}").workers[-1] for i, node in enumerate(fleet.nodes)]
-    other = pids[victim - 1 if victim else 2]  # it stands still, so that nothing is through when the victim fails
+    other = pids[victim - 1 if victim else 2]  # stopped, to keep the swap unfinished until the victim fails
     with Engine(*fleet.targets), stopped((other,)):
         swap = RunningSwap(fleet.nodes[0].connect(), "policy", 2, timeout=90)
         swap.wait_phase("stage")
@@ -220,7 +220,7 @@ def test_replicas_that_join_at_once_are_given_one_copy_over_each_cable(nodes: Ca
 @pytest.mark.parametrize("relays", [True, False])
 def test_all_ways_to_go_live_and_all_conversions_may_be_passed_on(nodes: Callable[..., Nodes], relays: bool) -> None:
     fleet = Fleet(nodes, relays=relays)
-    fleet.add(1, "r1", flips=True, mode="in-place", on_pause=lambda _: None)
+    fleet.add(1, "r1", flips=True, in_place=True)
     fleet.add(2, "r2", flips=True)
     fleet.add(3, "r3")
     buffers = []
@@ -256,12 +256,12 @@ def test_a_delta_altered_on_one_cable_costs_no_rank_of_the_path_its_deltas(
         fleet.change(0.01, version)
     assert fleet.trainer.plan("policy").relays.paths
     meddle("delta n1")
-    with pytest.raises(refitd.SwapFailed, match="is not what"):
+    with pytest.raises(refitd.SwapFailed, match="differ from the bytes"):
         fleet.swap(3)
     meddle("")
     for node in flipping:
         eventually(lambda node=node: fleet.nodes[node].log().count("event=delta-wrong") >= ROWS, "bases are compared")  # type: ignore[misc]
-    fleet.swap(4)  # in full for those that copy, and for those behind them
+    fleet.swap(4)  # a full version for copying replicas, and for the replicas behind them
     fleet.check()
     fleet.change(0.01, 4)
     crossing = fleet.swap(5).crossing
@@ -269,3 +269,111 @@ def test_a_delta_altered_on_one_cable_costs_no_rank_of_the_path_its_deltas(
     assert crossing.delta_bytes == crossing.bytes and crossing.crossed_bytes < 0.03 * crossing.bytes
     assert not any("event=base-wrong" in node.log() for node in fleet.nodes)
     fleet.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [1, 2])
+def test_a_rank_whose_base_is_wrong_gets_full_versions_last_on_the_path(
+    nodes: Callable[..., Nodes], wrong: int
+) -> None:
+    fleet = Fleet(nodes)
+    for node in (1, 2, 3):
+        fleet.add(node, f"r{node}", flips=True)
+    for version in (1, 2):
+        fleet.swap(version)
+        fleet.change(0.01, version)
+    log = fleet.nodes[wrong].log
+    _, live = fleet.live[(wrong - 1) * ROWS]
+    version = 2
+    for times in (1, 2):
+        version += 1
+        eventually(lambda: fleet.trainer.verify("policy").outcome == "proven", "the base has digests")
+        live["norm"].view(torch.int16)[100] ^= 1
+        with pytest.raises(refitd.SwapFailed, match="differ from the bytes"):
+            fleet.swap(version)
+        eventually(lambda times=times: log().count("event=base-wrong") == times, "the base is compared")  # type: ignore[misc]
+        fleet.clients[wrong].status()  # the coordinator has handled this node's earlier messages
+        for _ in range(times):  # the number of full versions doubles with each wrong base
+            with Engine(*fleet.targets):
+                crossing = fleet.trainer.swap("policy", version, timeout=60).crossing
+            fleet.check()
+            assert 0.6 < crossing.delta_bytes / crossing.bytes < 0.9, "only those of one rank are full"
+            fleet.change(0.01, version)
+            version += 1
+            fleet.source.publish(version)
+        with Engine(*fleet.targets):
+            crossing = fleet.trainer.swap("policy", version, timeout=60).crossing
+        fleet.check()
+        assert crossing.delta_bytes == crossing.bytes
+        fleet.change(0.01, version)
+    fleet.close()
+
+
+def test_replicas_of_one_node_get_what_crosses_once(nodes: Callable[..., Nodes]) -> None:
+    n0, n1 = nodes(2, workers=(2, 2))
+    with n0.connect() as c0, n1.connect() as c1:
+        full = shards.whole(0)
+        source = c0.register_source("policy", full)
+        targets, held = [], []
+        for replica in ("a", "b", "c"):
+            for rank in range(2):
+                mine = shards.cut(shards.whole(0), rank, 2)
+                described = shards.describe(mine, rank, 2)
+                live = shards.zeros_like(mine)
+                if replica == "b":  # this replica flips, so peers copy from an arena that is not live
+                    live = c1.allocate({name: (t.shape, t.dtype) for name, t in mine.items()})
+                target = c1.register_target(
+                    "policy", live, replica=replica, rank=rank, world_size=2, metadata=described
+                )
+                assert target.flips == (replica == "b")
+                targets.append(target)
+                held.append((rank, live))
+        narrow = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
+        targets.append(c1.register_target("policy", narrow, replica="whole"))
+        with Engine(*targets):
+            for version in (1, 2, 3):
+                for name, tensor in shards.whole(version).items():
+                    full[name].copy_(tensor)
+                report = go_live(c0, source, version)
+                whole = sum(t.numel() * t.element_size() for t in full.values())
+                split = sum(t.numel() * t.element_size() for _, live in held[:2] for t in live.values())
+                assert report.bytes == 3 * split + whole
+                for rank, live in held:
+                    assert shards.equal(live, shards.cut(full, rank, 2)), (version, rank)
+                assert shards.equal(narrow, full), version
+        (link,) = c0.status().links
+        assert link.bytes == whole, "what replicas need, however they are cut, has crossed once"
+        (planned,) = c0.plan("policy").links
+        assert (planned.source, planned.target, planned.bytes) == ("n0", "n1", link.bytes)
+        assert planned.needed_bytes == 3 * split + whole
+        assert c0.verify("policy").outcome == "proven"
+
+
+def test_ranks_of_one_node_that_hold_the_same_send_one_copy_between_them(nodes: Callable[..., Nodes]) -> None:
+    """Two trainer ranks each have the full model; replicas of two other nodes, cut differently, need all of it."""
+    model: shards.Model = {f"t{i}": ((512, 1024), 0) for i in range(4)}
+    n0, n1, n2 = nodes(3)
+    with n0.connect() as c0, n1.connect() as c1, n2.connect() as c2:
+        held = [{name: torch.zeros(shape) for name, (shape, _) in model.items()} for _ in range(2)]
+        sources = [c0.register_source("policy", full, rank=rank, world_size=2) for rank, full in enumerate(held)]
+        whole = shards.zeros_like(held[0])
+        halves = [shards.zeros_like(shards.cut(held[0], rank, 2, model)) for rank in range(2)]
+        targets = [c1.register_target("policy", whole, replica="whole")]
+        for rank, half in enumerate(halves):
+            described = shards.describe(half, rank, 2, model)
+            targets.append(
+                c2.register_target("policy", half, replica="halves", rank=rank, world_size=2, metadata=described)
+            )
+        with Engine(*targets):
+            for version in (1, 2):
+                for full, source in zip(held, sources, strict=True):
+                    for number, tensor in enumerate(full.values()):
+                        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + version * 7 + number)
+                    source.publish(version)
+                assert c0.swap("policy", version, timeout=60).outcome == "committed"
+                assert shards.equal(whole, held[0])
+                assert all(shards.equal(half, shards.cut(held[0], rank, 2, model)) for rank, half in enumerate(halves))
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in whole.values())
+        planned = {(link.source, link.target): link.bytes for link in c0.plan("policy").links if link.bytes}
+        assert planned in ({("n0", "n1"): nbytes, ("n1", "n2"): nbytes}, {("n0", "n2"): nbytes, ("n2", "n1"): nbytes})
+        assert {pair.source for pair in c0.plan("policy").pairs} == {"source rank 0", "source rank 1"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +13,9 @@ import torch
 
 import refitd
 from refitd.testing import Daemon, Engine, eventually
+from tests.support.fleet import go_live
 from tests.support.keyed import JOIN_S, Head, Nodes, joined, why_not
-from tests.support.programs import ended, python, refitctl
+from tests.support.programs import Program, python, refitctl
 
 
 @pytest.fixture
@@ -44,14 +44,13 @@ def test_keys_come_and_go_without_a_restart(head: Head, nodes: Nodes) -> None:
             head.allow(a)
             assert head.process is not None
             os.kill(head.process.pid, signal.SIGHUP)
-            # its engine serves nothing once its lease is over, and the others go on without it
+            # the removed node's engine loses its permit when the lease ends; the others continue without it
             eventually(lambda: there.version is None, "the engine of the removed node is fenced", JOIN_S)
             eventually(lambda: "taken off" in why_not(engine), "its clients are told why", JOIN_S)
-            source.publish(2)
-            report = trainer.swap("policy", 2, timeout=30)
+            report = go_live(trainer, source, 2)
             assert [member.replica for member in report.members] == ["here"]
             assert late.log().count("event=coordinator-refused") == 1
-            # a list that cannot be used changes nothing
+            # an unusable list has no effect
             head.allow()
             refused = refitctl(first, "reload")
             assert (refused.returncode, "no key in it" in refused.stderr) == (2, True)
@@ -98,14 +97,11 @@ sys.stdin.read()
 
 @pytest.mark.slow
 def test_forget_frees_what_dead_processes_have_left_and_nothing_else(daemon: Daemon) -> None:
-    def start(code: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(python(daemon, code), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    with daemon.connect() as client, ended(start(TRAINER)) as trainer:
-        assert trainer.stdout is not None and trainer.stdout.readline() == "published\n"
-        with ended(start(ENGINE)) as engine:
-            assert client.swap("policy", 1, wait=30, timeout=60).outcome == "committed"
-            assert engine.stdout is not None and engine.stdout.readline() == "serves\n"
+    with daemon.connect() as client, Program(python(daemon, TRAINER)) as trainer:
+        assert trainer.line() == "published"
+        with Program(python(daemon, ENGINE)) as engine:
+            client.swap("policy", 1, wait=60, timeout=60)
+            assert engine.line() == "serves"
         eventually(lambda: client.status().models[0].targets == (), "the engine is gone")
         kept = daemon.node().arenas
         living = refitctl(daemon, "forget", "policy", "--json")
@@ -117,7 +113,7 @@ def test_forget_frees_what_dead_processes_have_left_and_nothing_else(daemon: Dae
         assert "source rank 0" in forgotten
         eventually(lambda: daemon.node().arenas == 0 and client.status().models == (), "nothing is left")
         assert client.history("policy").swaps[0].version == 1
-        assert client.forget("policy").sources == ()  # known from the history, and there is nothing
+        assert client.forget("policy").sources == ()  # the history still has the model; no registration is left
         with pytest.raises(refitd.RefusedError, match="no model 'polcy' is known; known models: policy"):
             client.forget("polcy")
         assert not client.reload().uses_keys
@@ -142,7 +138,7 @@ def test_who_may_reload_and_what_becomes_of_a_list_that_is_gone(head: Head, node
     eventually(lambda: "event=keys-not-read" in head.log(), "the log says that the list cannot be read")
     missing = refitctl(operates, "reload")
     assert (missing.returncode, "cannot be read" in missing.stderr) == (2, True)
-    assert joined(operates) == ["a", "b"]  # nothing has changed
+    assert joined(operates) == ["a", "b"]  # the list is unchanged
     head.allow(b)
-    own = refitctl(operates, "reload", "--json")  # takes its own node off, and is still told so
+    own = refitctl(operates, "reload", "--json")  # removes its own node, and still gets the answer
     assert json.loads(own.stdout)["removed"] == ["a"]

@@ -41,11 +41,11 @@ def start(tmp_path: Path, command: list[str], more: str = "") -> subprocess.Pope
 
 
 def unread_pipes(pid: int) -> list[str]:
-    """Return the pipes that the process reads and in which bytes lie."""
+    """Return the pipes that the process reads and that have unread bytes."""
     found = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         link = Path(f"/proc/{pid}/fd/{fd}")
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # closed since the listing
             flags = int(Path(f"/proc/{pid}/fdinfo/{fd}").read_text().split("flags:")[1].split()[0], 8)
             if os.readlink(link).startswith("pipe:") and flags & os.O_ACCMODE == os.O_RDONLY:
                 with link.open("rb", buffering=0) as pipe:
@@ -59,7 +59,7 @@ def test_a_process_tells_that_it_has_started_lives_and_ends(manager, tmp_path: P
     with ended(start(tmp_path, command)) as process:
         assert manager.recv(100) == b"READY=1"
         assert [manager.recv(100) for _ in range(2)] == [b"WATCHDOG=1"] * 2
-        process.send_signal(signal.SIGHUP)  # nothing to read again here, and no reason to end
+        process.send_signal(signal.SIGHUP)  # a reload without a file to read; the process must not end
         assert [manager.recv(100) for _ in range(2)] == [b"WATCHDOG=1"] * 2
         eventually(lambda: not unread_pipes(process.pid), "what has woken its loop is read, so that it waits again")
         process.terminate()

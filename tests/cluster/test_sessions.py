@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,57 +14,37 @@ import pytest
 
 import refitd
 from refitd.testing import Daemon, RunningSwap, eventually
-from tests.support import programs
 from tests.support.leaver import WAYS
+from tests.support.programs import Program
 from tests.support.trainer import ANSWER_S, Trainer
 
 
-class Leavers:
-    """Engines that take a version over and leave (tests.support.leaver)."""
+class Leavers(Program):
+    """Engines that commit a version and leave (tests.support.leaver)."""
 
     def __init__(self, directory: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.leaver", str(directory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=programs.ROOT,
-        )
+        super().__init__([sys.executable, "-m", "tests.support.leaver", str(directory)])
 
     def start(self, way: str, version: int) -> None:
-        """Have one register as replica a; it goes its way once it has taken the version over."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"a {way} {version}\n")
-        self._process.stdin.flush()
-        assert self._line() == "ready\n"
+        """Have one engine register as replica a; it leaves in this way after its commit."""
+        self.tell(f"a {way} {version}")
+        assert self.line() == "ready"
 
     def gone(self) -> None:
-        """Return when it has ended."""
-        assert self._line() == "gone\n"
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.kill()
-        self._process.wait(ANSWER_S)
+        """Return when the engine has ended."""
+        assert self.line() == "gone"
 
 
 @pytest.fixture
 def lone(start_daemon: Callable[..., Daemon]) -> Daemon:
-    """A daemon whose engines get what is asked for, and nothing by themselves."""
+    """A daemon whose engines get only requested versions; automatic catch-up is off."""
     return start_daemon("[deadlines]\ncommit_s = 10.0\n[models.policy]\ncatch_up = false\n")
 
 
 @pytest.fixture
 def leavers(lone: Daemon) -> Iterator[Leavers]:
-    found = Leavers(lone.directory)
-    yield found
-    found.close()
+    with Leavers(lone.directory) as found:
+        yield found
 
 
 def _leaves_after_a_commit(trainer: Trainer, leavers: Leavers, way: str) -> None:
@@ -95,7 +74,7 @@ def test_it_has_committed_every_time(lone: Daemon, leavers: Leavers) -> None:
 
 
 def test_a_stopped_daemon_hears_what_was_said_before_the_end_of_a_process(lone: Daemon, leavers: Leavers) -> None:
-    # the engine commits and dies while the daemon does not look: it finds the commit and the hang-up at once
+    # the engine commits and dies while the daemon is stopped: the daemon finds the commit and the hang-up together
     trainer = Trainer(lone)
     with trainer.client:
         leavers.start("stopped", 1)

@@ -1,7 +1,7 @@
-"""SGLang's own hook registry, parallel context and weight updater call the adapter; its server needs a GPU.
+"""Check the adapter with SGLang's hook registry, parallel context and weight updater; its server needs a GPU.
 
-It runs where SGLang 0.5 is installed (docs/sglang.md), and is skipped elsewhere. Packages that SGLang imports without
-need here are stand-ins where they are not installed.
+It runs where SGLang 0.5 is installed (docs/sglang.md), and is skipped elsewhere. Some packages that SGLang imports are
+not needed here; they are stand-ins where they are not installed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ UNUSED = ("torchvision", "gguf", "sgl_kernel", "IPython", "traitlets", "orjson",
 
 
 class Unused(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a stand-in for each of the packages `UNUSED` that nothing else finds."""
+    """Finds a stand-in for each package of `UNUSED` that is not installed."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -51,7 +51,7 @@ class Unused(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return MagicMock(name=spec.name, __spec__=spec, __path__=[], __file__=spec.name, __version__="9.9.9")
 
     def exec_module(self, module: ModuleType) -> None:
-        """A stand-in is made as it is."""
+        """Do not execute: a stand-in is complete when created."""
 
 
 class Model(torch.nn.Module):
@@ -105,7 +105,7 @@ def test_sglangs_weight_updater_calls_the_custom_loader(
         get_model_runner=MagicMock(),
     )
 
-    class Engine:  # `sglang.Engine`, whose methods hand on to the scheduler's processes
+    class Engine:  # `sglang.Engine`; its methods forward to the scheduler's processes
         def begin_weight_update(self) -> tuple[bool, str]:
             return True, "Success"
 
@@ -146,7 +146,7 @@ def test_sglangs_registry_gives_a_commit_point_before_each_batch(
             return "ran"
 
         def on_idle(self) -> None:
-            """Nothing is to be done."""
+            """Do not do idle work."""
 
     stand_in = ModuleType("sglang.srt.managers.scheduler")
     vars(stand_in)["Scheduler"] = Scheduler
@@ -171,7 +171,7 @@ def test_sglangs_registry_gives_a_commit_point_before_each_batch(
 
 
 def test_what_the_adapter_calls_is_there() -> None:
-    """Read, not imported: these modules need a GPU's packages."""
+    """The source is read, not imported: these modules need a GPU's packages."""
     spec = importlib.util.find_spec("sglang")
     assert spec is not None and spec.origin is not None
     srt = Path(spec.origin).parent / "srt"

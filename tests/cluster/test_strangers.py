@@ -1,4 +1,4 @@
-"""Foreign connections to the workers' ports during a meeting: swaps succeed, or the error names the strangers."""
+"""Foreign connections to the workers' ports during a meeting: it is repeated, and swaps succeed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ import pytest
 import torch
 
 import refitd
-from refitd.copy_services import gloo, sockets
-from refitd.copy_services.epoch import Epoch, Mailbox
-from refitd.copy_services.peers import Deadline, Peers
-from refitd.copy_services.rendezvous import MailboxStore
+from refitd.copy_services import Epoch, Mailbox, gloo
+from refitd.copy_services.peers import MailboxStore, Peers
+from refitd.copy_services.waits import Deadline
 from refitd.errors import DeadlineExceeded
 from refitd.testing import Daemon, Engine
 from tests.support.programs import ended
@@ -30,8 +29,8 @@ from tests.support.proxy import Proxies
 Nodes = tuple[Daemon, ...]
 KEY = bytes(range(32))
 
-# Looks for ports that the processes of this test listen on, as any user of the host can, and takes every place there
-# that it guesses. Other tests run beside this one: their ports are left alone.
+# Looks for listening ports of this test's processes, as any user of the host can, and takes every place there
+# that it guesses. Other tests run in parallel: their ports are left alone.
 ATTACKER = """
 import os, signal, socket, struct, sys, time
 mode, family, held, known, inodes, tried = sys.argv[1], {int(sys.argv[2])}, [], {}, {}, 0
@@ -114,7 +113,7 @@ def attack(mode: str) -> Iterator[None]:
 
 
 def swapped(nodes: Callable[..., Nodes], mode: str, rounds: int) -> list[str]:
-    """Swap so often, in a new epoch each time, and return why swaps failed."""
+    """Swap this many times, each in a new epoch, and return the reasons of failed swaps."""
     n0, n1 = nodes(
         2, "[deadlines]\nplan_s = 40.0\nstage_s = 10.0\ncommit_s = 10.0\n[models.policy]\ncatch_up = false\n"
     )
@@ -123,7 +122,7 @@ def swapped(nodes: Callable[..., Nodes], mode: str, rounds: int) -> list[str]:
         full = {"w": torch.zeros(300, 1000)}
         source = trainer.register_source("policy", full)
         for version in range(1, rounds + 1):
-            with n1.connect() as client:  # another registration: another plan, and an epoch of its own
+            with n1.connect() as client:  # a new registration: a new plan and a new epoch
                 mine = {"w": torch.zeros(300, 1000)}
                 target = client.register_target("policy", mine, replica=f"r{version}")
                 full["w"].fill_(version)
@@ -182,7 +181,7 @@ def test_what_somebody_alters_between_two_nodes_never_goes_live(
 
 
 class Board:
-    """What the workers of one epoch leave for each other."""
+    """The mailbox that the workers of one epoch share."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -213,10 +212,10 @@ def meet(
     put: Callable[[int, str, bytes], bytes | None] = lambda index, key, value: None,
     keys: dict[int, bytes] | None = None,
 ) -> list[Any]:
-    """Have threads meet; return what each got, a service or an error.
+    """Have threads meet; return the result of each, a service or an error.
 
-    `put` is called with what each leaves to meet, and may return what it leaves instead. `keys` are of those who do not
-    hold KEY.
+    `put` is called with each value that a thread posts, and may return a replacement. `keys` has the keys of threads
+    that do not use KEY.
     """
     labels = tuple(f"worker 0 on node n{i}" for i in range(size))
     found: list[object] = [None] * size
@@ -252,10 +251,10 @@ def test_no_port_is_open_before_all_have_come() -> None:
     epoch = Epoch(
         "e", 0, ("worker 0 on node n0", "worker 0 on node n1"), "127.0.0.1", 1 << 20, OnBoard(board), 0.2, KEY
     )
-    before = sockets.listening()
+    before = gloo.listening()
     with pytest.raises(DeadlineExceeded, match="worker 0 on node n1 did not come"):
         gloo.join(epoch)
-    assert list(board.values) == ["here/0"] and sockets.listening() == before
+    assert list(board.values) == ["here/0"] and gloo.listening() == before
 
 
 def test_a_meeting_ends_with_the_time_of_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +264,7 @@ def test_a_meeting_ends_with_the_time_of_its_epoch(monkeypatch: pytest.MonkeyPat
     def late(index: int, key: str, value: bytes) -> None:
         came.setdefault(index, time.monotonic())
         if index == 1:
-            time.sleep(0.1)  # while the other one waits for its place
+            time.sleep(0.1)  # while the other thread waits for its place
 
     def gathers(peers: Peers, record: bytes, deadline: Deadline, purpose: str) -> list[bytes]:
         deadlines.append(deadline.at)
@@ -294,7 +293,7 @@ for line in sys.stdin:
 
 
 class Thief:
-    """Knows the number of every place, as if it had guessed it, and takes it before the worker comes."""
+    """Takes every place before the worker connects, as if it had guessed the place's number."""
 
     def __init__(self, meetings: int) -> None:
         self._meetings = meetings
@@ -312,11 +311,18 @@ class Thief:
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         with self._one:
-            for port in {*sockets.listening().values()}:  # the worker's own one is among them
+            for port in {*gloo.listening().values()}:  # the worker's own one is among them
                 process.stdin.write(f"{port} {' '.join(map(str, places))}\n")
                 process.stdin.flush()
                 self.ports |= {*map(int, process.stdout.readline().split())}
-        time.sleep(0.05)  # gloo has read what was sent before the worker itself connects
+        until = time.monotonic() + 5.0
+        while self._has_unread() and time.monotonic() < until:
+            time.sleep(0.002)
+
+    def _has_unread(self) -> bool:
+        """Whether gloo has not read yet what was sent to it; the worker itself must connect later."""
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        return any(int(row[2].split(":")[1], 16) in self.ports and not row[4].endswith(":00000000") for row in rows)
 
     def close(self) -> None:
         for stream in (self._process.stdin, self._process.stdout):
@@ -333,11 +339,11 @@ def test_meeting_that_a_stranger_has_taken_a_place_in_is_held_again(monkeypatch:
     finally:
         thief.close()
     assert all(isinstance(service, gloo.GlooService) for service in found), found
-    assert {key.partition("/")[0] for key in board.values} == {"here", "0", "1", "2"}
+    assert {key.partition("/")[0] for key in board.values} >= {"here", "0", "1", "2"}
 
 
 @pytest.mark.slow
-def test_stranger_that_disturbs_every_meeting_is_named_and_no_worker_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_a_stranger_keeps_apart_say_how_often_they_have_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo, "MEET_S", 2.0)
     monkeypatch.setattr(gloo, "MEETINGS", 3)
     thief = Thief(meetings=100)
@@ -347,16 +353,11 @@ def test_stranger_that_disturbs_every_meeting_is_named_and_no_worker_is_blamed(m
         thief.close()
     for error in found:
         assert isinstance(error, refitd.TransportError)
-        said = str(error)
-        assert said.startswith(
-            "strangers, who are no workers, connected to the workers' ports while these met, 3 times"
-        )
-        assert any(f"127.0.0.1:{port}" in said for port in thief.ports), (said, thief.ports)
-    assert len({str(error).partition(":")[0] for error in found}) == 1
+        assert "in 3 attempts: " in str(error) and "no other program connects" in str(error)
 
 
 def test_ports_are_shut_and_numbers_are_others_once_all_have_met() -> None:
-    before = sockets.listening()
+    before = gloo.listening()
     numbers = set()
 
     def look(index: int, key: str, value: bytes) -> None:
@@ -366,7 +367,7 @@ def test_ports_are_shut_and_numbers_are_others_once_all_have_met() -> None:
     for _ in range(8):
         found = meet(Board(), 2, 20.0, look)
         assert all(isinstance(service, gloo.GlooService) for service in found), found
-        doors = {fd: port for fd, port in sockets.listening().items() if fd not in before}
+        doors = {fd: port for fd, port in gloo.listening().items() if fd not in before}
         assert len(doors) >= 2
         for port in doors.values():
             with pytest.raises(TimeoutError):
@@ -380,11 +381,11 @@ def test_workers_whose_keys_differ_move_nothing_and_name_each_other() -> None:
     for error in found:
         assert isinstance(error, refitd.TransportError), error
         for node in ("n0", "n1"):
-            assert f"who came as worker 0 on node {node} does not hold the key of epoch e" in str(error)
+            assert f"the process that came as worker 0 on node {node} does not hold the key of epoch e" in str(error)
 
 
 def run_both(services: Sequence[gloo.GlooService], sent: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
-    """Have the first one send; return what the second one has then, and the class of each one's error."""
+    """Have the first service send; return the second one's tensors, and the class of each error."""
     found, errors = torch.zeros_like(sent), ["", ""]
     services[0].send(0, sent, 1)
     services[1].receive(0, found, 0)
@@ -418,7 +419,7 @@ def test_bits_that_somebody_on_the_path_flips_are_found_and_the_next_run_works()
             found, errors = run_both(services, sent)
             assert torch.equal(found, sent) is not flips
             if flips:
-                said = "DigestMismatch: what worker 0 on node n1 wrote is not what worker 0 on node n0 read"
+                said = "DigestMismatch: the bytes that worker 0 on node n1 wrote differ from the bytes that worker 0"
                 assert [error.startswith(said) for error in errors] == [True, True], errors
             else:
                 assert errors == ["", ""]
@@ -465,16 +466,3 @@ def test_meetings_share_one_deadline_and_the_first_cause_is_told(
     assert ("worker 0 on node n1 did not come to epoch e within 1.0 s; before, " in str(caught.value)) is not (
         others_meet_again
     )
-
-
-def test_owner_of_a_connection_on_this_host_is_named_by_its_user() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as peer:
-        assert sockets.owner(peer.getsockname()) == (
-            f"127.0.0.1:{peer.getsockname()[1]}, a process of uid {os.getuid()} on this host"
-        )
-        assert (peer.getsockname(), peer.getpeername(), True) in sockets.connected()
-        server.accept()[0].close()
-        assert peer.recv(1) == b""
-        assert (peer.getsockname(), peer.getpeername(), False) in sockets.connected()
-    assert sockets.owner(("10.1.2.3", 1)) == "10.1.2.3:1"
-    assert Path("/proc/net/tcp").exists()

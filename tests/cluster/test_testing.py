@@ -1,4 +1,4 @@
-"""What refitd.testing promises: parts are awaited, broken and mended, and what they leave behind is named."""
+"""The promises of refitd.testing: parts are awaited, broken and mended, and leftovers are named."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Versions of several models go live by one decision, or none does; and the awaitable forms of the blocking calls."""
+"""Versions of several models go live by one decision, all or none; and the awaitable forms of the blocking calls."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,18 +14,21 @@ from click.testing import CliRunner
 import refitd
 from refitd.testing import Daemon, Engine
 from refitd_cli.control import main
+from tests.support.controls import controlled
 
 
 class Pair:
     """A trainer and an engine of a policy and its draft."""
 
-    def __init__(self, daemon: Daemon, **hooks: Callable[..., object]) -> None:
+    def __init__(self, daemon: Daemon, **hooks: Any) -> None:
         self.trainer, self.engine = daemon.connect(), daemon.connect()
         self.given = {name: {"w": torch.zeros(32, 8)} for name in ("policy", "draft")}
         self.live = {name: {"w": torch.zeros(32, 8)} for name in self.given}
         self.sources = {name: self.trainer.register_source(name, given) for name, given in self.given.items()}
         self.targets = {
-            name: self.engine.register_target(name, live, replica="a", **(hooks if name == "draft" else {}))  # type: ignore[arg-type]
+            name: controlled(self.engine, name, live, replica="a", **hooks)
+            if hooks and name == "draft"
+            else self.engine.register_target(name, live, replica="a")
             for name, live in self.live.items()
         }
 
@@ -63,7 +67,7 @@ def test_one_that_aborts_takes_the_others_with_it(start_daemon: Callable[..., Da
     def refuse(version: int) -> None:
         raise RuntimeError("not now")
 
-    pair = Pair(start_daemon(), on_pause=refuse)
+    pair = Pair(start_daemon(), pause=refuse)
     pair.publish(1)
     with Engine(pair.targets["policy"]), pytest.raises(refitd.SwapFailed) as raised:
         pair.trainer.swap_together({"policy": 1, "draft": 1}, timeout=30)
@@ -72,8 +76,23 @@ def test_one_that_aborts_takes_the_others_with_it(start_daemon: Callable[..., Da
     assert pair.values() == {"policy": 0.0, "draft": 0.0} and pair.targets["policy"].version is None
     (entry,) = pair.trainer.history("policy").swaps
     assert entry.state == "aborted"
-    with Engine(pair.targets["policy"]):  # alone it may go live
+    with Engine(pair.targets["policy"]):  # without the other model it may go live
         assert pair.trainer.swap("policy", 1, timeout=30).outcome == "committed"
+
+
+def test_a_model_whose_engine_sleeps_takes_part_in_no_joint_swap(start_daemon: Callable[..., Daemon]) -> None:
+    pair = Pair(start_daemon())
+    for version in (1, 2):
+        pair.publish(version)
+        both = {"policy": version, "draft": version}
+        with Engine(*pair.targets.values()):
+            if version == 2:
+                pair.targets["draft"].suspend()
+                with pytest.raises(refitd.RefusedError, match="suspended"):
+                    pair.trainer.swap_together(both, timeout=30)
+                assert pair.values() == {"policy": 1.0, "draft": 1.0} and pair.targets["draft"].resume() == 1
+            pair.trainer.swap_together(both, timeout=30)
+        assert pair.values() == {"policy": float(version), "draft": float(version)}
 
 
 def test_an_event_loop_runs_on_while_versions_are_published_swapped_and_awaited(

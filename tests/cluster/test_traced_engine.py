@@ -1,4 +1,4 @@
-"""An engine whose layout was learned from its loader gets exactly what the loader would have given it."""
+"""An engine whose layout was learned from its loader gets exactly the values that the loader would have loaded."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import refitd
 from refitd.testing import Daemon, Engine
 from refitd.tracing.loader import check_layout
+from tests.support.fleet import go_live
 
 HEADS, HEAD, HIDDEN, VOCABULARY, EXPERTS = 4, 8, 16, 13, 3
 SHAPES = {
@@ -69,17 +70,14 @@ def test_every_rank_gets_what_its_loader_gives(daemon: Daemon, world: int) -> No
             check_layout(trace, held, full.items())
             metadata = [*trace.metadata.values()]
             targets.append(
-                engine.register_target(
-                    "policy", held, replica="a", rank=rank, world_size=world, metadata=metadata, agree=lambda v: v
-                )
+                engine.register_target("policy", held, replica="a", rank=rank, world_size=world, metadata=metadata)
             )
             ranks.append(held)
         with Engine(*targets):
             for version in range(1, 3):
                 for tensor in full.values():
                     tensor.copy_(torch.randn(tensor.shape))
-                source.publish(version)
-                assert trainer.swap("policy", version, timeout=60).outcome == "committed"
+                go_live(trainer, source, version)
                 for rank, held in enumerate(ranks):
                     native, load = fused(rank, world)
                     load(full.items())
@@ -90,8 +88,8 @@ def test_every_rank_gets_what_its_loader_gives(daemon: Daemon, world: int) -> No
 
 def test_a_swap_waits_for_ranks_that_have_yet_to_register_and_publish(daemon: Daemon) -> None:
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
-        with pytest.raises(refitd.DeadlineExceeded, match=r"no tensors are offered after 0\.2 s"):
-            engine.tensors("policy", timeout=0.2)
+        with pytest.raises(refitd.DeadlineExceeded, match=r"no tensors are offered after 2\.0 s"):
+            engine.tensors("policy", timeout=2.0)
         mine = {"w": torch.zeros(4, 4)}
         done: list[refitd.SwapReport] = []
         swap = threading.Thread(target=lambda: done.append(trainer.swap("policy", 1, wait=60, timeout=60)))

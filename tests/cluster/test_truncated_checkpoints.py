@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from refitd.checkpoints.folder import INDEX, WHOLE
+from refitd.checkpoints.safetensors import INDEX, WHOLE
 from refitd.testing import Daemon, Engine
 from tests.support import programs
 
 ROWS = {"a": 10 << 20, "b": 1 << 20}  # of float32: 3 calls of progress, and 1
 TURNS = 10
 
-# Publishes a folder again and again. In most turns it says once that it is in the middle of a tensor, and waits for an
+# Publishes a folder repeatedly. Most times it reports once that it is in the middle of a tensor, and waits for an
 # answer.
 PUBLISHER = """
 import sys, refitd
@@ -43,7 +43,7 @@ for turn in range(turns):
 
 
 def write(folder: Path, number: int, layout: str) -> None:
-    """Write checkpoint `number`, whose elements are all `number`."""
+    """Write checkpoint `number`; every element equals `number`."""
     folder.mkdir()
     tensors = {name: torch.full((rows,), float(number)) for name, rows in ROWS.items()}
     if layout == "whole":
@@ -96,7 +96,7 @@ def answer(publisher: subprocess.Popen[str]) -> None:
 
 
 def check(daemon: Daemon, version: int) -> None:
-    """The version holds the tensors of one checkpoint."""
+    """Check that the version has the tensors of one checkpoint."""
     with daemon.connect() as client:
         live = {name: torch.zeros(rows) for name, rows in ROWS.items()}
         with Engine(client.register_target("policy", live, replica="a")):

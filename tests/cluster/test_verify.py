@@ -1,12 +1,13 @@
-"""Live weights are checked against the version's digest: whatever was changed is found, and named."""
+"""Live weights are checked against the version's digest: every change is found and named."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from refitd import MXFP8Buffer, MXFP8Offer
 from refitd.client.client import Client
 from refitd.protocol.reports import MemberProof, VerifyReport
 from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
-from tests.support import programs, shards
-from tests.support.programs import refitctl
+from tests.support import shards
+from tests.support.controls import controlled
+from tests.support.fleet import go_live
+from tests.support.programs import Program, python, refitctl
 
 NAME, DIM = "layers.0.fc1.weight", 48
 BIG = (3, 1 << 20)  # bf16: several blocks
@@ -36,7 +39,7 @@ class Fleet:
         self.tensors = whole()
         self.source = self.trainer.register_source("policy", self.tensors)
         self.live = self.empty(way, self.engine)
-        # by copy: the staging arena then still holds what was staged, and finds the very elements that differ
+        # by copy: the staging arena then still has the staged version, and verify finds the very elements that differ
         self.target = self.engine.register_target("policy", self.live, replica="a", mode="copy")
         self.swap(1)
 
@@ -73,7 +76,7 @@ class Fleet:
 
 
 def flip(tensor: torch.Tensor, *index: int) -> None:
-    """One bit of one element."""
+    """Flip one bit of one element."""
     tensor.view(torch.int16)[index] ^= 1 << 3
 
 
@@ -101,7 +104,7 @@ def test_what_is_served_is_proven_and_one_flipped_bit_is_named(daemon: Daemon, w
 def test_what_is_written_in_place_is_proven_and_compared_with_other_replicas(fleet: Fleet) -> None:
     with fleet.daemon.connect("in place") as client:
         live = fleet.empty("arena", client)
-        still = client.register_target("policy", live, replica="b", mode="in-place", on_pause=lambda version: None)
+        still = controlled(client, "policy", live, replica="b", mode="in-place")
         eventually(lambda: still.version == 1, "it has caught up")
         fleet.swap(2)
         report = fleet.verify()
@@ -137,9 +140,7 @@ def test_mxfp8_data_and_scales_are_checked(daemon: Daemon, in_arena: bool) -> No
             room = engine.allocate({"d": (data.shape, torch.uint8), "s": (scale.shape, torch.uint8)})
             data, scale = room["d"], room["s"]
         target = engine.register_target("m", {"w": MXFP8Buffer(data, scale)}, replica="q", mode="copy")
-        source.publish(1)
-        with Engine(target):
-            trainer.swap("m", 1, timeout=30)
+        go_live(trainer, source, 1, target, model="m")
         assert trainer.verify("m", timeout=30).outcome == "proven"
         data.view(torch.uint8)[300, 3] ^= 1
         scale.view(torch.uint8)[300, 0] ^= 1
@@ -153,14 +154,14 @@ def test_while_a_swap_waits_for_its_commit_point_the_old_version_is_checked(flee
     assert fleet.only().state == "proven"  # its digest has been taken
     fleet.publish(2)
     running = RunningSwap(fleet.daemon.connect(), "policy", 2)
-    running.wait_phase("commit")  # nobody polls yet; the staging arena holds version 2
+    running.wait_phase("commit")  # no target polls yet; the staging arena holds version 2
     found = fleet.only()
     assert (found.state, found.version) == ("proven", 1)
     flip(fleet.live[NAME], 7, 5)
     found = fleet.only()
     assert (found.state, found.version) == ("differs", 1)
     (difference,) = found.differences
-    # there is nothing to compare with any more: the block is named
+    # the version to compare with has been overwritten: only the block is named
     assert (difference.parameter, difference.slice, difference.differing) == (NAME, "[0:96, :]", 0)
     with Engine(fleet.target):
         assert running.result().outcome == "committed"
@@ -182,6 +183,37 @@ def test_engines_that_swap_all_the_time_are_proven_or_unknown_but_never_called_d
     assert fleet.verify().outcome == "proven"
 
 
+def test_a_large_arena_that_flips_is_proven_or_unknown_but_never_called_different(daemon: Daemon) -> None:
+    """Workers read 70 MB for longer than a flip takes: the read may cover two versions."""
+    with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine, daemon.connect() as operator:
+        given = {"w": torch.zeros(70 << 20, dtype=torch.uint8)}
+        source = trainer.register_source("policy", given)
+        live = engine.allocate({"w": ((70 << 20,), torch.uint8)})
+        target = engine.register_target("policy", live, replica="a")
+        stop, outcomes = threading.Event(), set[str]()
+
+        def verify() -> None:
+            while not stop.is_set():
+                outcomes.add(operator.verify("policy", timeout=30).outcome)
+
+        with Engine(target), ThreadPoolExecutor(1) as checker:
+            try:
+                for version in range(1, 8):
+                    given["w"].fill_(version)
+                    source.publish(version)
+                    assert trainer.swap("policy", version, timeout=30).outcome == "committed"
+                    if version == 1:
+                        checked = checker.submit(verify)
+                    if version % 3 == 0:
+                        assert trainer.rollback("policy", timeout=30).bytes == 0
+                        assert live["w"][::4096].unique().tolist() == [version - 1]
+            finally:
+                stop.set()
+            checked.result()
+        assert target.flips and outcomes <= {"proven", "unknown"}
+        assert trainer.verify("policy").outcome == "proven" and live["w"].unique().tolist() == [7]
+
+
 STANDING = """
 import sys, time, refitd
 from tests.support import shards
@@ -199,26 +231,21 @@ def test_a_stopped_engine_is_named_and_others_are_proven(daemon: Daemon) -> None
         tensors = shards.whole(1)
         source = trainer.register_source("policy", tensors)
         target = engine.register_target("policy", shards.zeros_like(tensors), replica="a")
-        source.publish(1)
-        with Engine(target):
-            trainer.swap("policy", 1, timeout=30)
-        command, pipe = programs.python(daemon, STANDING), subprocess.PIPE
-        with subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=programs.ROOT) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"serves\n"
-            # what it has said of that may still be with its sender's thread
+        go_live(trainer, source, 1, target)
+        with Program(python(daemon, STANDING)) as process:
+            assert process.line() == "serves"
+            # its report may still be queued in its sender thread
             eventually(
                 lambda: {t.version for t in trainer.status().models[0].targets} == {1}, "both are known to serve"
             )
             with stopped((process.pid,)):
-                report = trainer.verify("policy", timeout=2)
-                again = trainer.verify("policy", timeout=1)
+                report = trainer.verify("policy", timeout=5)
+                again = trainer.verify("policy", timeout=5)
             for found in (report, again):
                 states = {m.replica: (m.state, m.reason) for m in found.members}
                 assert found.outcome == "unknown" and states["a"] == ("proven", "")
                 assert states["b"][0] == "unknown" and f"pid {process.pid}" in states["b"][1]
             assert trainer.verify("policy", timeout=30).outcome == "proven"
-            process.kill()
         eventually(lambda: len(trainer.status().models[0].targets) == 1, "its end is known")
 
 
@@ -228,7 +255,7 @@ def test_after_an_aborted_staging_the_digests_remain(fleet: Fleet) -> None:
     with stopped(fleet.daemon.node_of("n0").workers):
         running = RunningSwap(fleet.daemon.connect(), "policy", 2)
         running.wait_phase("stage")
-        found = fleet.only()  # the workers take no part in it
+        found = fleet.only()  # the workers take no part in the check
         assert (found.state, found.version) == ("proven", 1)
         fleet.trainer.abort("policy", "to see")
         with pytest.raises(refitd.RefitFailed):
@@ -266,7 +293,7 @@ def test_a_coordinator_that_starts_anew_verifies(start_daemon: Callable[..., Dae
     coordinator.kill()
     daemon.start_coordinator()
     with daemon.connect() as client:
-        eventually(lambda: any(m.targets and m.sources for m in client.status().models), "it knows the model", 30)
+        eventually(lambda: any(m.targets and m.sources for m in client.status().models), "it knows the model")
     assert fleet.verify().outcome == "proven"
     flip(fleet.live[NAME], 0, 0)
     assert fleet.verify().outcome == "differs"
@@ -289,7 +316,7 @@ def test_replaced_storage_is_no_proof(fleet: Fleet) -> None:
 
 
 def test_replicas_that_were_given_different_bytes_of_a_version_are_a_mix(start_daemon: Callable[..., Daemon]) -> None:
-    """Only where source ranks that differ are not compared before the swap."""
+    """Possible only where differing source ranks are not compared before the swap."""
     daemon = start_daemon("[models.m]\ncheck_replicas = false\n")
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         for rank in range(2):
@@ -303,7 +330,7 @@ def test_replicas_that_were_given_different_bytes_of_a_version_are_a_mix(start_d
         report = trainer.verify("m", timeout=30)
         assert report.outcome == "differs" and len(report.mixed) == 1, report
         assert "a rank 0" in report.mixed[0] and "b rank 0" in report.mixed[0]
-        assert [m.state for m in report.members] == ["proven", "proven"]  # each holds what it was given
+        assert [m.state for m in report.members] == ["proven", "proven"]  # each has the bytes that it received
 
 
 def test_verify_can_be_switched_off_for_a_model(start_daemon: Callable[..., Daemon]) -> None:
@@ -313,9 +340,7 @@ def test_verify_can_be_switched_off_for_a_model(start_daemon: Callable[..., Daem
         for model in ("policy", "other"):
             source = trainer.register_source(model, tensors)
             target = engine.register_target(model, shards.zeros_like(tensors), replica="a")
-            source.publish(1)
-            with Engine(target):
-                report = trainer.swap(model, 1, timeout=30)
+            report = go_live(trainer, source, 1, target, model=model)
             assert report.copies > 0 and (report.digests > 0) == (model == "other")
         assert {m.model: m.verify for m in trainer.status().models} == {"policy": False, "other": True}
         (member,) = trainer.verify("policy", timeout=30).members

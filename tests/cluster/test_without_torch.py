@@ -1,4 +1,4 @@
-"""A coordinator and refitctl do all of their work where torch is not installed, and say which extra brings it."""
+"""A coordinator and refitctl do all of their work where torch is not installed, and name the extra that installs it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from refitd.testing import Engine
-from refitd.testing.cluster import Cluster
+from refitd.testing.daemon import Cluster
 from tests.support.manifests import LAYOUTS
 from tests.support.programs import ROOT, run
 
@@ -37,7 +37,7 @@ assert sys.modules["torch"] is None
 
 
 def said(commands: Sequence[str]) -> list[tuple[int, str]]:
-    """The status and the output of each command of refitctl, all in one process without torch."""
+    """Return the status and the output of each refitctl command, all in one process without torch."""
     ran = run([sys.executable, "-c", RUNNER], input="\n".join(commands), env={**os.environ, "PYTHONPATH": PATH})
     assert ran.returncode == 0, ran.stderr
     return [(status, text) for status, text in map(json.loads, ran.stdout.splitlines())]

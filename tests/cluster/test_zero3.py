@@ -1,4 +1,4 @@
-"""DeepSpeed's own ZeRO stage 3 on CPUs: what its ranks publish is what it gathers (scripts/try-zero3).
+"""DeepSpeed's ZeRO stage 3 on CPUs: its ranks publish the values that it gathers (scripts/try-zero3).
 
 It runs where DeepSpeed is installed, and is skipped elsewhere.
 """
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Ranks:
-    """The trainer's processes, all told the same."""
+    """The trainer's processes; all get the same commands."""
 
     def __init__(self, world_size: int, folder: Path, directory: Path, settings: dict[str, Any]) -> None:
         module = [sys.executable, "-m", "tests.support.zero3_rank"]

@@ -7,27 +7,27 @@ import pytest
 from tests.conformance.contestants import Contestant, contestants
 from tests.conformance.world import World
 
-# those that cannot run here are skipped once, with the reason, in test_capabilities.py
+# contestants that cannot run here are skipped once, with the reason, in test_capabilities.py
 _ABLE = [contestant for contestant in contestants() if not contestant.missing()]
 
 
 @pytest.fixture(params=_ABLE, ids=str)
 def contestant(request: pytest.FixtureRequest) -> Contestant:
-    """Every copy service that can run here, once for each kind of memory that it takes."""
+    """Every copy service that can run here, once for each kind of memory that it supports."""
     found: Contestant = request.param
     return found
 
 
 @pytest.fixture(params=[c for c in _ABLE if not c.capabilities.is_one_sided], ids=str)
 def two_sided(request: pytest.FixtureRequest) -> Contestant:
-    """Those whose ends are different processes."""
+    """Contestants whose ends are different processes."""
     found: Contestant = request.param
     return found
 
 
 @pytest.fixture(params=[c for c in _ABLE if c.capabilities.is_one_sided], ids=str)
 def one_sided(request: pytest.FixtureRequest) -> Contestant:
-    """Those that reach both ends from one process."""
+    """Contestants that reach both ends from one process."""
     found: Contestant = request.param
     return found
 
@@ -42,7 +42,7 @@ def _worlds() -> Iterator[dict[Contestant, World]]:
 
 @pytest.fixture
 def joined(_worlds: dict[Contestant, World]) -> Callable[[Contestant], World]:
-    """Return a world of three whose services are ready: the same for every test, until one of them breaks it."""
+    """Return a world of three with ready services; tests share it until one of them breaks it."""
 
     def find(contestant: Contestant) -> World:
         world = _worlds.get(contestant)

@@ -1,12 +1,12 @@
-"""The backends that the suite tries, each with the memory that it is given."""
+"""The backends that the suite tests, each with the kinds of memory that it supports."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from refitd.copy_services.base import Capabilities
-from refitd.copy_services.registry import Backend, installed
+from refitd.copy_services import Backend, Capabilities
+from refitd.copy_services.registry import installed
 
 if TYPE_CHECKING:
     pass
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A backend, and where the tensors lie that it is given."""
+    """A backend, and the device of the tensors that it is given."""
 
     backend: str
     device: str
@@ -24,30 +24,30 @@ class Contestant:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the registry says of it."""
+        """The capabilities in the registry."""
         return _backend(self.backend).capabilities
 
     @property
     def is_shared(self) -> bool:
-        """Whether any process reaches the tensors, as clients and their lent memory do."""
+        """Whether any process reaches the tensors."""
         return self.device == "cpu"
 
     @property
     def converts(self) -> bool:
-        """Whether it converts numbers on the way."""
+        """Whether it converts dtypes during the transfer."""
         return self.device == "cpu" or not self.capabilities.is_one_sided
 
     @property
     def takes_any_address(self) -> bool:
-        """Whether elements may lie at addresses that are no multiples of them; torch's tensors may not."""
+        """Whether an element's address need not be a multiple of its size; torch's tensors need that."""
         return self.device == "cpu" or self.capabilities.is_one_sided
 
     def found(self) -> Backend:
-        """Return it as the registry gives it."""
+        """Return the backend from the registry."""
         return installed().find(self.backend)
 
     def missing(self) -> str:
-        """Return why it cannot be tested here, or ""."""
+        """Return the reason why it cannot be tested here, or ""."""
         backend = _backend(self.backend)
         if missing := backend.missing():
             return missing
@@ -64,7 +64,7 @@ class Contestant:
 
 
 def contestants() -> list[Contestant]:
-    """Return every installed backend, once for each kind of memory that it says it takes."""
+    """Return every installed backend, once for each kind of memory that it declares."""
     return [
         Contestant(backend.name, device) for backend in installed() for device in sorted(backend.capabilities.devices)
     ]

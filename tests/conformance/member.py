@@ -11,12 +11,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from refitd.buffers.arena import MappedArena
-from refitd.copy_services.epoch import Epoch
+from refitd.copy_services import Epoch
 from refitd.copy_services.registry import installed
-from tests.conformance.orders import Answer, Lent, Orders, Stop, Vitals
+from tests.conformance.orders import Answer, Orders, Stop, Vitals
 from tests.conformance.services import OneSided, TwoSided
 from tests.conformance.transfers import Plan
 from tests.support.actors import Mailroom
@@ -39,7 +37,6 @@ class Member:
         self._backend = installed().find(backend)
         self._device = device
         self._arenas: dict[int, MappedArena] = {}
-        self._private: list[np.ndarray] = []
         self._service: OneSided | TwoSided | None = None
 
     def map(self, number: int, nbytes: int, write: bool) -> None:
@@ -51,13 +48,8 @@ class Member:
     def nothing(self) -> None:
         """End a `scribble`."""
 
-    def lend(self) -> dict[int, tuple[int, int]]:
-        """Copy all sources into private memory; return pid and address of each copy."""
-        self._private = [arena.bytes.copy() for number, arena in sorted(self._arenas.items()) if number % 2 == 0]
-        return {process: (os.getpid(), copy.ctypes.data) for process, copy in enumerate(self._private)}
-
     def scribble(self, number: int, start: int, end: int) -> None:
-        """Write to a part of an arena until something else is asked."""
+        """Write to a part of an arena until the next call."""
         part = self._arenas[number].bytes[start:end]
         value = 0
         while not self._room.is_asked():
@@ -65,7 +57,7 @@ class Member:
                 part[:] = value = (value + 1) % 251
 
     def join(self, epoch: str, size: int, staging_bytes: int, timeout: float) -> Answer:
-        """Make a service in the place of the one there is."""
+        """Make a service to replace the present one."""
         self.leave()
         started = time.monotonic()
 
@@ -108,12 +100,12 @@ class Member:
             assert not service.is_usable
 
     def prepare(self, plan: Plan, written: int | None) -> Answer:
-        """Make a plan ready without running it; see World.prepare."""
+        """Prepare a plan without running it; see World.prepare."""
         assert isinstance(self._service, OneSided)
-        return _answered(partial(self._service.prepare, plan, {}, Orders(), written))
+        return _answered(partial(self._service.prepare, plan, Orders(), written))
 
-    def run(self, plan: Plan, lent: Lent, orders: Orders) -> Answer:
-        """Make a plan ready and run it."""
+    def run(self, plan: Plan, orders: Orders) -> Answer:
+        """Prepare a plan and run it."""
         service = self._service
         assert service is not None
         told: list[int] = []
@@ -135,7 +127,7 @@ class Member:
                 time.sleep(orders.pause_s)
 
         def run() -> Answer:
-            service.prepare(plan, lent, orders)
+            service.prepare(plan, orders)
             return service.run(orders, on_progress)
 
         seconds = 0.0
@@ -154,7 +146,7 @@ class Member:
         )
 
     def vitals(self) -> Vitals:
-        """Return what this process holds, once threads have stopped ending."""
+        """Return the resources of this process, once no more threads are ending."""
         threads, since = len(os.listdir("/proc/self/task")), time.monotonic()
         while time.monotonic() < since + 0.1:
             time.sleep(0.01)
@@ -170,7 +162,7 @@ class Member:
 
 
 def _answered(step: Any, watch: Any = None) -> Answer:
-    """Return what a step answers, or what it raised; `watch` is called while the error is still held."""
+    """Return the answer of a step, or its error; `watch` is called while the error is still referenced."""
     try:
         answer = step()
         return answer if isinstance(answer, Answer) else Answer()

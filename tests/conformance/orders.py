@@ -1,8 +1,7 @@
-"""What processes of a world are asked to do, and what they answer."""
+"""Orders to the processes of a world, and their answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,26 +9,25 @@ if TYPE_CHECKING:
     pass
 
 TIMEOUT_S = 20.0
-Lent = Mapping[int, tuple[int, int]]  # process whose source arena was copied -> pid and address of the copy
 
 
 @dataclass(frozen=True)
 class Orders:
-    """How a plan is to be run, and what goes wrong in it.
+    """How to run a plan, and which faults to inject.
 
     Attributes:
-        verify: whether what was written is compared with what was read.
+        verify: whether written bytes are compared with the bytes that were read.
         timeout: seconds.
-        refuse: what stands in the way; two-sided services only.
-        loses: whether what arrives is not written; two-sided services only.
-        kill_at: the process kills itself when it is told of so many bytes.
-        stop_at: likewise, it stops itself once, until somebody sends SIGCONT.
-        raise_at: on_progress raises when it is told of so many bytes.
+        refuse: the reason with which this process refuses; two-sided services only.
+        loses: whether received bytes are dropped; two-sided services only.
+        kill_at: bytes of progress at which the process kills itself.
+        stop_at: bytes of progress at which the process stops itself once, until it receives SIGCONT.
+        raise_at: bytes of progress at which on_progress raises.
         pause_s: seconds that on_progress takes.
         linger_s: after an error, how long to look for bytes that are still written.
         fails_to_finish: whether `finish` raises; two-sided services only.
-        forgets_local_receive: whether the receives of what stays here are not noted; two-sided services only.
-        meddles: what somebody does to what comes here, see tests.support.meddling; two-sided services only.
+        forgets_local_receive: whether to skip noting receives from this process itself; two-sided services only.
+        meddles: how to alter received bytes, see tests.support.meddling; two-sided services only.
     """
 
     verify: bool = True
@@ -48,13 +46,13 @@ class Orders:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one process says about one call.
+    """The answer of one process to one call.
 
     Attributes:
         error: name of the class that was raised, "" for none; `said` is its text, `kinds` are its base classes.
         seconds: that the call took.
-        progress: what on_progress was told.
-        received: bytes that came, by the service's own account; those that stayed are in `local`.
+        progress: the arguments of on_progress.
+        received: bytes received from other processes, as counted by the service; `local` has those from this process.
         copy: the row that DigestMismatch names.
         is_usable: whether the service may still be used.
         wrote_late: whether targets changed after the error had been raised.
@@ -76,7 +74,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Vitals:
-    """What a process holds of the kernel."""
+    """Kernel resources of a process."""
 
     descriptors: int
     threads: int

@@ -1,4 +1,4 @@
-"""How a plan is handed to a one-sided service, and to a two-sided one."""
+"""Hand a plan to a one-sided service, and to a two-sided one."""
 
 from __future__ import annotations
 
@@ -10,22 +10,19 @@ import numpy as np
 
 from refitd.addressing.between_nodes import TransferList
 from refitd.addressing.copies import CopyList
-from refitd.addressing.places import PROCESS_MEMORY
 from refitd.buffers.arena import MappedArena
-from refitd.copy_services.registry import Backend
+from refitd.copy_services import Backend
 from refitd.describe.casts import cast_number
 from refitd.errors import TransportError
-from tests.conformance.orders import Answer, Lent, Orders
+from tests.conformance.orders import Answer, Orders
 from tests.conformance.transfers import SIZES, Place, Plan, Transfer
 from tests.support.meddling import Between
 
 if TYPE_CHECKING:
     import torch
 
-    from refitd.copy_services.exchange import ExchangeService
+    from refitd.copy_services import ExchangeService
     from refitd.copy_services.pieces import Piece
-
-THREADS = 2  # of one-sided services
 
 
 class OneSided:
@@ -33,18 +30,18 @@ class OneSided:
 
     def __init__(self, backend: Backend, arenas: Mapping[int, MappedArena], device: str) -> None:
         assert backend.mapped is not None
-        self._service = backend.mapped(THREADS)
+        self._service = backend.mapped()
         assert self._service.name == backend.name and self._service.capabilities == backend.capabilities
         self._on_device = None if device == "cpu" else _DeviceArenas(arenas)
-        # what lies on a device, in arenas there, is what the service is given
+        # the service is given arenas on its device
         self._arenas: Any = arenas if self._on_device is None else self._on_device.mapped
         self.is_usable = True
 
-    def prepare(self, plan: Plan, lent: Lent, orders: Orders, written: int | None = None) -> None:
+    def prepare(self, plan: Plan, orders: Orders, written: int | None = None) -> None:
         """See MappedCopyService.prepare."""
         if self._on_device is not None:
             self._on_device.upload()
-        copies = copy_list(plan, lent)
+        copies = copy_list(plan)
         if written is not None:
             copies.dst_arena[:] = written
         self._job = self._service.prepare(copies, self._arenas)
@@ -58,7 +55,7 @@ class OneSided:
         return Answer(received=result.bytes, messages=result.copies, staging_bytes=result.staging_bytes)
 
     def look_again(self) -> None:
-        """Have the arenas show what lies in the targets now."""
+        """Copy the targets back from the device, to compare them."""
         if self._on_device is not None:
             self._on_device.download()
 
@@ -71,7 +68,7 @@ class OneSided:
 
 
 class _DeviceArenas:
-    """For each arena one of a GPU, which holds the same bytes before and behind a run."""
+    """For each arena an arena on a GPU, with the same bytes before and after a run."""
 
     def __init__(self, arenas: Mapping[int, MappedArena]) -> None:
         from refitd.buffers import cuda
@@ -85,7 +82,7 @@ class _DeviceArenas:
             os.close(descriptor)
 
     def upload(self) -> None:
-        """Copy every arena there."""
+        """Copy every arena to the device."""
         import torch
 
         for number, arena in self._arenas.items():
@@ -125,8 +122,8 @@ class TwoSided:
         """See ExchangeService.is_usable."""
         return self._service.is_usable
 
-    def prepare(self, plan: Plan, lent: Lent, orders: Orders) -> None:
-        """Note this process's halves, pieces first: none is noted if one cannot be made."""
+    def prepare(self, plan: Plan, orders: Orders) -> None:
+        """Note this process's halves after making all pieces: none is noted if a piece cannot be made."""
         # on a device: the arenas' bytes, read there before the run and written back behind it
         self._on_device = None if self._device == "cpu" else _Uploaded(self._arenas, plan.room, self._device)
         noted = []
@@ -137,7 +134,7 @@ class TwoSided:
             ):
                 is_forgotten = orders.forgets_local_receive and not is_send and mine.process == other.process
                 if mine.process == self._number and not is_forgotten:
-                    piece, dtype = self._piece(transfer, is_send, lent)
+                    piece, dtype = self._piece(transfer, is_send)
                     if orders.loses and not is_send:
                         piece = _losing(piece)
                     noted.append((transfer, is_send, piece, dtype, self._service.ranks[other.process]))
@@ -148,7 +145,7 @@ class TwoSided:
                 self._service.receive(transfer.task, piece, peer, part=transfer.part)
         self._held = self._service.hold()
 
-    def _piece(self, transfer: Transfer, is_send: bool, lent: Lent) -> tuple[torch.Tensor | Piece, Any]:
+    def _piece(self, transfer: Transfer, is_send: bool) -> tuple[torch.Tensor | Piece, Any]:
         if self._on_device is not None:
             import torch
 
@@ -158,9 +155,9 @@ class TwoSided:
             import torch
 
             return torch.empty(transfer.shape, dtype=getattr(torch, transfer.dtype)), None
-        from refitd.copy_services.arena_pieces import piece_of
+        from refitd.copy_services.pieces import piece_of
 
-        return piece_of(transfer_list(transfer, is_send, lent), 0, self._arenas), None
+        return piece_of(transfer_list(transfer, is_send), 0, self._arenas), None
 
     def run(self, orders: Orders, on_progress: Any) -> Answer:
         """See ExchangeService.run."""
@@ -189,7 +186,7 @@ class TwoSided:
         )
 
     def look_again(self) -> None:
-        """Have the arenas show what lies in the targets now."""
+        """Copy the targets back from the device, to compare them."""
         if self._on_device is not None:
             self._on_device.download()
 
@@ -226,7 +223,7 @@ class _Uploaded:
 
 
 def _losing(piece: torch.Tensor | Piece) -> Piece:
-    """Return a piece to which nothing is written."""
+    """Return a piece that drops the bytes it receives."""
     import torch
 
     from refitd.copy_services.pieces import Piece, TensorPiece
@@ -259,8 +256,8 @@ def _column(values: Iterable[object]) -> np.ndarray:
     return np.array(list(values), dtype=np.int64)
 
 
-def copy_list(plan: Plan, lent: Lent) -> CopyList:
-    """Return a plan as one-sided services take it; source arenas have even numbers, targets odd ones."""
+def copy_list(plan: Plan) -> CopyList:
+    """Return a plan in the form of one-sided services; source arenas have even numbers, targets odd ones."""
     transfers = plan.transfers
     dims = max((len(t.shape) for t in transfers), default=0) or 1
 
@@ -270,20 +267,12 @@ def copy_list(plan: Plan, lent: Lent) -> CopyList:
     def table(rows: list[list[int]]) -> np.ndarray:
         return np.array(rows, dtype=np.int64).reshape(len(rows), dims)
 
-    def source(transfer: Transfer) -> tuple[int, int, int]:
-        place = transfer.source
-        if not transfer.lent:
-            return 2 * place.process, 0, place.offset
-        pid, address = lent[place.process]
-        return PROCESS_MEMORY, pid, address + place.offset
-
     return CopyList(
         size=table([box(t.shape, 1) for t in transfers]),
         element_size=_column(SIZES[t.dtype] for t in transfers),
         cast=_column(_cast(t) for t in transfers),
-        src_arena=_column(source(t)[0] for t in transfers),
-        src_pid=_column(source(t)[1] for t in transfers),
-        src_offset=_column(source(t)[2] for t in transfers),
+        src_arena=_column(2 * t.source.process for t in transfers),
+        src_offset=_column(t.source.offset for t in transfers),
         src_stride=table([box(t.source.strides, 0) for t in transfers]),
         dst_arena=_column(2 * t.target.process + 1 for t in transfers),
         dst_offset=_column(t.target.offset for t in transfers),
@@ -292,11 +281,9 @@ def copy_list(plan: Plan, lent: Lent) -> CopyList:
     )
 
 
-def transfer_list(transfer: Transfer, is_send: bool, lent: Lent) -> TransferList:
-    """Return one end of a transfer as workers take it."""
+def transfer_list(transfer: Transfer, is_send: bool) -> TransferList:
+    """Return one end of a transfer in the form of workers."""
     place = transfer.source if is_send else transfer.target
-    is_lent = is_send and transfer.lent
-    pid, address = lent[place.process] if is_lent else (0, 0)
     return TransferList(
         is_send=_column([is_send]),
         peer=_column([(transfer.target if is_send else transfer.source).process]),
@@ -307,9 +294,8 @@ def transfer_list(transfer: Transfer, is_send: bool, lent: Lent) -> TransferList
         cast=_column([_cast(transfer) if is_send else 0]),
         path=_column([0]),
         hop=_column([0]),
-        arena=_column([PROCESS_MEMORY if is_lent else 2 * place.process + (not is_send)]),
-        pid=_column([pid]),
-        offset=_column([address + place.offset]),
+        arena=_column([2 * place.process + (not is_send)]),
+        offset=_column([place.offset]),
         stride=np.array([place.strides or (0,)], dtype=np.int64),
         origin=_column([0]),
     )

@@ -16,13 +16,13 @@ from tests.conformance.world import World
 
 @pytest.mark.parametrize("contestant", contestants(), ids=str)
 def test_every_installed_service_is_tested_here(contestant: Contestant) -> None:
-    """The tests of this folder leave out those that cannot run; this one says which, and what they lack."""
+    """Report the services that cannot run and what they lack; other tests of this folder omit them."""
     if missing := contestant.missing():
         pytest.skip(f"{contestant}: {missing}")
 
 
 MODULE = """
-from refitd.copy_services.registry import Backend
+from refitd.copy_services import Backend
 from refitd.copy_services.shm import SharedMemoryService
 
 class CopyCat(SharedMemoryService):

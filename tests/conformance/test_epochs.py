@@ -1,4 +1,4 @@
-"""Services are created and closed repeatedly; their processes keep no trace of them."""
+"""Services are created and closed repeatedly, and leave nothing behind in their processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_ten_epochs_leave_no_descriptor_no_thread_and_no_memory_behind(
 
 
 def test_a_service_that_is_closed_is_no_longer_usable_and_the_next_one_is(world: World) -> None:
-    """`leave` closes twice, which is allowed, and looks."""
+    """`leave` closes twice, which is allowed, and checks."""
     world.leave()
     maker = Maker()
     maker.add(0, 1, (1000,))

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from refitd.coordinator.journals import base
-from refitd.coordinator.journals.base import Journal
+from refitd.coordinator.journals.base import Drain, Journal, LiveVersion, Recovered, SwapRecord
 from refitd.coordinator.journals.etcd import EtcdJournal
 from refitd.coordinator.journals.file import FileJournal
-from refitd.coordinator.records import Drain, LiveVersion, Recovered, SwapRecord
 from refitd.errors import CommitError
 from tests.support import etcd
 
@@ -22,20 +21,20 @@ DECIDED = SwapRecord("s1", "policy", 4, "decided", "plan", "", 1.0, b'{"a":"\xc3
 
 @dataclass
 class Kept:
-    """One journal, opened by one life of a coordinator after the other."""
+    """One journal, opened by successive processes of a coordinator."""
 
     _open: Callable[[], Journal]
     _ended: Callable[[Journal], None]
     life: Journal
 
     def next_life(self) -> Journal:
-        """The process ends without closing anything in order, and another one opens the journal."""
+        """End the process without closing anything in order, and open the journal in another one."""
         self._ended(self.life)
         self.life = self._open()
         return self.life
 
     def both(self) -> Iterator[Journal]:
-        """This life, then the next one."""
+        """Yield this process's journal, then that of the next one."""
         yield self.life
         yield self.next_life()
 
@@ -101,13 +100,13 @@ def test_recent_swaps_come_newest_first_of_one_model_or_all(kept: Kept) -> None:
 
 def test_several_decisions_are_written_together_or_not_at_all(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     together = [replace(DECIDED, swap=f"s{i}", model=f"m{i}") for i in range(20)]
-    kept.life.write(*together)
+    assert kept.life.write(*together) == list(range(1, 21))
     insert = kept.life._insert
 
-    def refuse_the_last(record: SwapRecord) -> None:
+    def refuse_the_last(record: SwapRecord) -> int:
         if record.model == "last":
             raise CommitError("full")
-        insert(record)
+        return insert(record)
 
     monkeypatch.setattr(kept.life, "_insert", refuse_the_last)
     with pytest.raises(CommitError):

@@ -14,7 +14,7 @@ from tests.conformance.world import ROOM, STAGING_BYTES, Outcome, World
 
 
 def small_plan() -> Plan:
-    """Between all neighbours, and within each."""
+    """Transfers between all neighbours, and within each process."""
     maker = Maker()
     for source in range(3):
         maker.add(source, (source + 1) % 3, (50_001,))
@@ -29,7 +29,7 @@ def changed(plan: Plan, number: int, **fields: object) -> Plan:
 
 
 def refused_by_all(world: World, outcome: Outcome) -> str:
-    """Check that nothing happened and that the service still works; return what all were told."""
+    """Check that no byte was written and that the service still works; return the error text of all processes."""
     assert outcome.errors() == {"RefusedError"}, outcome.answers
     assert outcome.untouched
     said = {answer.said for answer in outcome.answers.values()}
@@ -43,7 +43,7 @@ def test_ends_that_differ_in_size_are_refused(exchange: World) -> None:
     plan = small_plan()
     said = refused_by_all(exchange, exchange.run(plan, plan_of={1: changed(plan, 0, shape=(50_000,))}))
 
-    assert "alpha is about to send 1 pieces, 50001 bytes, and beta expects 1 pieces, 50000 bytes" in said
+    assert "alpha is about to send 1 pieces, 50001 bytes, but beta expects 1 pieces, 50000 bytes" in said
 
 
 def test_ends_that_differ_in_ids_are_refused(exchange: World) -> None:
@@ -53,7 +53,7 @@ def test_ends_that_differ_in_ids_are_refused(exchange: World) -> None:
 
 
 def test_ends_that_differ_in_elements_of_one_size_are_refused(exchange: World) -> None:
-    """As many bytes, of the same id: 300 of two bytes, or 150 of four."""
+    """As many bytes, with one id: 300 elements of two bytes, or 150 of four."""
     maker = Maker()
     maker.add(0, 1, (300,), "bfloat16")
     plan = maker.plan()
@@ -146,7 +146,7 @@ def test_a_copy_into_an_arena_that_is_mapped_for_reading_is_refused(mapped: Worl
 
 
 def test_elements_that_lie_on_each_other_are_noticed_by_all(world: World) -> None:
-    """A box whose rows overlap cannot hold what was sent, so what is there differs from what was read."""
+    """A box with overlapping rows cannot store all sent bytes, so its content differs from the bytes that were read."""
     maker = Maker()
     transfer = maker.add(0, 1, (40, 64), "int64", write=Layout(gap=0))
     maker.add(1, 2, (5_000,))
@@ -159,7 +159,7 @@ def test_elements_that_lie_on_each_other_are_noticed_by_all(world: World) -> Non
         if world.contestant.capabilities.is_one_sided:
             assert answer.copy == 0
         else:
-            assert "what beta wrote is not what alpha read" in answer.said
+            assert "the bytes that beta wrote differ from the bytes that alpha read" in answer.said
     assert world.run(small_plan()).arrived
     assert world.run(plan, Orders(verify=False)).errors() == {""}, "without verification nobody looks"
 

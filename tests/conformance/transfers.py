@@ -1,4 +1,4 @@
-"""Transfers as values, and what they must do, said with numpy and nothing of refitd."""
+"""Transfers as values, and their expected results, computed with numpy and without refitd."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One box from one process to another, or to itself. `lent`: it is read from another process's private memory."""
+    """One box from one process to another, or to itself."""
 
     source: Place
     target: Place
@@ -44,7 +44,6 @@ class Transfer:
     cast_from: str = ""
     task: int = 0
     part: int = 0
-    lent: bool = False
 
     @property
     def held(self) -> str:
@@ -59,13 +58,13 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Plan:
-    """Transfers that are performed together; all lie in the first `room` bytes of arenas."""
+    """Transfers that are performed together; all use only the first `room` bytes of arenas."""
 
     transfers: tuple[Transfer, ...]
     room: int
 
     def arriving(self, process: int) -> int:
-        """Bytes that come to a process from others."""
+        """Bytes that a process receives from others."""
         return sum(t.nbytes for t in self.transfers if t.target.process == process != t.source.process)
 
     def staying(self, process: int) -> int:
@@ -75,11 +74,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a box lies in memory.
+    """The layout of a box in memory.
 
     Attributes:
         order: its dimensions, outermost first; () for the order they have.
-        gap: elements left free behind each row of each dimension.
+        gap: unused elements after each row of each dimension.
         spread: from each element of a row to its next one, in elements.
         skew: bytes from a multiple of 16 to its start.
     """
@@ -99,7 +98,7 @@ class Layout:
 
 
 class Maker:
-    """Puts transfers one behind the other, so that no two targets meet."""
+    """Places transfers one after the other in memory; no two targets overlap."""
 
     def __init__(self) -> None:
         self._used: dict[tuple[str, int], int] = defaultdict(int)
@@ -117,9 +116,8 @@ class Maker:
         cast_from: str = "",
         task: int | None = None,
         part: int = 0,
-        lent: bool = False,
     ) -> Transfer:
-        """Put one more transfer behind the others; `task` is by default a new number."""
+        """Add one more transfer after the others; `task` is by default a new number."""
         shape = tuple(shape)
         made = Transfer(
             self._place("source", source, shape, SIZES[cast_from or dtype], read),
@@ -129,7 +127,6 @@ class Maker:
             cast_from,
             100 + len(self._transfers) if task is None else task,
             part,
-            lent,
         )
         self._transfers.append(made)
         return made
@@ -141,7 +138,7 @@ class Maker:
         return Place(process, offset, strides)
 
     def plan(self) -> Plan:
-        """Return what was added; behind the last box some bytes are left that must stay as they are."""
+        """Return the plan; after the last box it has some bytes that must not change."""
         return Plan(tuple(self._transfers), max(self._used.values(), default=0) + 4096)
 
 
@@ -158,7 +155,7 @@ def view(memory: Bytes, place: Place, shape: tuple[int, ...], kind: str) -> np.n
 
 
 def performed(plan: Plan, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> list[Bytes]:
-    """Return what the targets must hold afterwards, every byte of them."""
+    """Return the expected bytes of all targets."""
     after = [target.copy() for target in targets]
     for t in plan.transfers:
         wanted = view(after[t.target.process], t.target, t.shape, f"V{SIZES[t.dtype]}")
@@ -171,14 +168,14 @@ def performed(plan: Plan, sources: Sequence[Bytes], targets: Sequence[Bytes]) ->
 
 
 def as_float64(words: np.ndarray, dtype: str) -> np.ndarray:
-    """Return the numbers that words are; every number of these dtypes is one of float64."""
+    """Return words as float64, which has every number of these dtypes."""
     if dtype == "bfloat16":
         return (words.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return words.view(dtype).astype(np.float64)
 
 
 def from_float64(numbers: np.ndarray, dtype: str) -> np.ndarray:
-    """Return the nearest elements, of equally near ones that which is even, as words."""
+    """Return the nearest elements as words; round ties to even."""
     numbers = np.atleast_1d(numbers)
     if dtype != "bfloat16":
         with np.errstate(over="ignore"):
@@ -196,7 +193,7 @@ def from_float64(numbers: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def put_numbers(plan: Plan, sources: Sequence[Bytes], random: np.random.Generator) -> None:
-    """Give transfers that convert numbers to read: of every size that both dtypes have, and infinite ones."""
+    """Fill the sources of converting transfers: numbers of every magnitude that both dtypes have, and infinities."""
     for t in plan.transfers:
         if not t.cast_from:
             continue

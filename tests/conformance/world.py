@@ -1,12 +1,11 @@
-"""Some processes with arenas and a service between them, which are told what to do and asked what they did.
+"""Run transfers between processes, each with its own arenas.
 
 A `World` is some processes with a source and a target arena each, and a service that moves between them:
 
     one-sided     process 0 maps all arenas and runs every transfer
     two-sided     process i maps its own arenas, joins an epoch with the others and runs its halves
 
-One more process, the last one, lends its memory, and writes where it should not when a test asks for that. It stands
-for a client, and may be killed.
+The last process, the client, writes outside its bounds when a test asks for it. Tests may kill it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from refitd.buffers import arena as memory
 from refitd.buffers.arena import MappedArena
 from tests.conformance.contestants import Contestant
 from tests.conformance.member import Member
-from tests.conformance.orders import TIMEOUT_S, Answer, Lent, Orders, Vitals
+from tests.conformance.orders import TIMEOUT_S, Answer, Orders, Vitals
 from tests.conformance.transfers import Plan, performed, put_numbers
 from tests.support.actors import Actors
 
@@ -38,9 +37,9 @@ STAGING_BYTES = 512 << 10  # of each service; the largest transfers are larger
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one run: answers by process, and what lay in the targets before, should, and does now.
+    """The result of one run: answers by process, and the target bytes before, expected, and now.
 
-    Of the targets these are the bytes that the plan has room in; behind them nothing has changed.
+    Target bytes cover only the room of the plan. Bytes beyond it have not changed.
     """
 
     answers: dict[int, Answer]
@@ -50,16 +49,16 @@ class Outcome:
 
     @property
     def arrived(self) -> bool:
-        """Whether every byte that was to be written was, and no other was."""
+        """Whether exactly the expected bytes were written."""
         return _equal(self.found, self.wanted)
 
     @property
     def untouched(self) -> bool:
-        """Whether the targets are as they were."""
+        """Whether no target has changed."""
         return _equal(self.found, self.before)
 
     def errors(self) -> set[str]:
-        """Return the names of what was raised, "" among them if some process succeeded."""
+        """Return the names of the raised errors, including "" if some process succeeded."""
         return {answer.error for answer in self.answers.values()}
 
 
@@ -68,36 +67,35 @@ def _equal(found: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> bool:
 
 
 class World:
-    """`size` processes with arenas, one more that lends, and a service between them. See the module."""
+    """`size` processes with arenas, one more as a client, and a service between them. See the module."""
 
     def __init__(self, contestant: Contestant, size: int = 3, room: int = ROOM) -> None:
         self.contestant = contestant
         self.size = size
         self.room = room
-        self.lender = size if not contestant.capabilities.is_one_sided else 1
+        self.client = size if not contestant.capabilities.is_one_sided else 1
         self._random = np.random.default_rng(size)
         self._noise = self._random.integers(0, 256, 2 * room + 4099, dtype=np.uint8)
         self._ids = count()
         self.is_ready = False
-        self.lenders_pid = 0
-        self.actors = Actors(partial(Member, contestant.backend, contestant.device), self.lender + 1)
+        self.actors = Actors(partial(Member, contestant.backend, contestant.device), self.client + 1)
         self._descriptors: list[int] = []
         self._arenas: list[MappedArena] = []  # source and target of each process
-        self._known: list[np.ndarray] = []  # what lies in them
+        self._known: list[np.ndarray] = []  # their contents
         try:
             for number in range(2 * size):
                 self._descriptors.append(memory.create(room, f"conformance{number}"))
                 self._arenas.append(MappedArena(self._descriptors[-1], room, write=True))
                 self._arenas[-1].bytes[:] = self._noise[:room]
                 self._known.append(self._noise[:room].copy())
-            for process in [*self.runners, self.lender]:
+            for process in [*self.runners, self.client]:
                 self._equip(process)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """End all processes and give back all memory."""
+        """End all processes and free all memory."""
         self.is_ready = False
         self.actors.close()
         for descriptor in self._descriptors:
@@ -110,8 +108,8 @@ class World:
         return [0] if self.contestant.capabilities.is_one_sided else list(range(self.size))
 
     def _equip(self, process: int) -> None:
-        """Map the arenas that a process needs; sources so that the kernel lets nobody write to them."""
-        is_everywhere = process == self.lender or self.contestant.capabilities.is_one_sided
+        """Map the arenas that a process needs. The kernel maps sources read-only."""
+        is_everywhere = process == self.client or self.contestant.capabilities.is_one_sided
         for number, descriptor in enumerate(self._descriptors):
             if not is_everywhere and number // 2 != process:
                 continue
@@ -122,14 +120,14 @@ class World:
                 os.close(given)
 
     def replace(self, process: int) -> None:
-        """Start a fresh process in the place of one that has ended."""
+        """Start a fresh process after one has ended."""
         self.actors.replace(process)
         self._equip(process)
 
     # --- epochs ---
 
     def new_epoch(self) -> str:
-        """Return the name of an epoch that has not been yet."""
+        """Return a new name for an epoch."""
         return f"e{next(self._ids)}"
 
     def join(
@@ -149,12 +147,12 @@ class World:
         staging: Mapping[int, int] | None = None,
         timeout: float = TIMEOUT_S,
     ) -> None:
-        """Have processes make their services: together, as an epoch of all runners, where they are two-sided.
+        """Have processes make their services. Two-sided services join one epoch of all runners.
 
         Args:
-            processes: who comes, by default all runners.
+            processes: the processes that join, by default all runners.
             epoch: its name, by default a new one.
-            staging: staging_bytes of some processes, where they are not STAGING_BYTES.
+            staging: staging_bytes by process, where they are not STAGING_BYTES.
             timeout: seconds until joining ends.
         """
         name = epoch or self.new_epoch()
@@ -171,7 +169,7 @@ class World:
     # --- runs ---
 
     def lay(self, plan: Plan) -> None:
-        """Fill what a plan may touch of every arena with noise."""
+        """Fill all bytes of arenas that a plan may access with noise."""
         assert plan.room <= self.room
         for arena in self._arenas:
             start = int(self._random.integers(0, len(self._noise) - plan.room))
@@ -200,25 +198,20 @@ class World:
         plan_of: Mapping[int, Plan] | None = None,
         answering: Sequence[int] | None = None,
         during: Callable[[], object] | None = None,
-        lender_dies: bool = False,
     ) -> Outcome:
-        """Run a plan with fresh noise in the arenas; return once all who can answer have.
+        """Run a plan with fresh noise in the arenas. Return once all processes that can answer have done so.
 
         Args:
             plan: the transfers.
-            orders: how, by default as `Orders()` says.
-            orders_of: orders of processes for which others count.
-            plan_of: plans of processes that believe in another one.
-            answering: who lives to answer, by default all runners.
-            during: what is done while they run.
-            lender_dies: whether it does, before anything is read from it.
+            orders: for all processes, by default `Orders()`.
+            orders_of: orders of single processes, instead of `orders`.
+            plan_of: different plans for single processes.
+            answering: the processes that survive and answer, by default all runners.
+            during: called while they run.
         """
         self.lay(plan)
-        lent = self.lend() if any(t.lent for t in plan.transfers) else {}
-        if lender_dies:
-            self.actors.kill(self.lender)
         before = [known[: plan.room].copy() for known in self._known[1::2]]
-        self.tell_to_run(plan, lent, orders, orders_of, plan_of)
+        self.tell_to_run(plan, orders, orders_of, plan_of)
         if during is not None:
             during()
         self.is_ready = False
@@ -234,7 +227,7 @@ class World:
         return Outcome(answers, before, wanted, [target[: plan.room].copy() for target in self._targets])
 
     def prepare(self, plan: Plan, *, written: int | None = None) -> Answer:
-        """Have a one-sided service prepare a plan; `written` is the number of an arena in the place of all targets."""
+        """Have a one-sided service prepare a plan. `written`: number of the only target arena."""
         self.lay(replace(plan, transfers=()))
         answer: Answer = self.actors.ask(0, "prepare", plan, written)
         return answer
@@ -247,45 +240,38 @@ class World:
     def tell_to_run(
         self,
         plan: Plan,
-        lent: Lent,
         orders: Orders | None = None,
         orders_of: Mapping[int, Orders] | None = None,
         plan_of: Mapping[int, Plan] | None = None,
     ) -> None:
-        """Have all runners begin; nothing is waited for."""
+        """Have all runners begin; do not wait."""
         for process in self.runners:
             mine = (plan_of or {}).get(process, plan)
             how = (orders_of or {}).get(process, orders or Orders())
-            self.actors.tell(process, "run", mine, lent, how)
-
-    def lend(self) -> Lent:
-        """Have the lender copy all source arenas into memory of its own; return where the copies lie."""
-        found: dict[int, tuple[int, int]] = self.actors.ask(self.lender, "lend")
-        self.lenders_pid = found[0][0]
-        return found
+            self.actors.tell(process, "run", mine, how)
 
     def run_one(self, process: int, plan: Plan) -> Answer:
-        """Have one process run a plan that the others know nothing of."""
-        answer: Answer = self.actors.ask(process, "run", plan, {}, Orders())
+        """Have one process run a plan that the other processes do not have."""
+        answer: Answer = self.actors.ask(process, "run", plan, Orders())
         return answer
 
     def still_is(self, outcome: Outcome) -> bool:
-        """Whether the targets are as a run left them."""
+        """Whether the targets have not changed since a run."""
         return _equal([target[: len(outcome.found[0])] for target in self._targets], outcome.found)
 
     def vitals(self) -> dict[int, Vitals]:
-        """Return what every runner holds, once it has stayed the same for a moment: threads end when they like."""
+        """Return the resources of every runner, once they are stable for a moment: threads end with some delay."""
         for process in self.runners:
             self.actors.tell(process, "vitals")
         return self.actors.collect(self.runners, 20)
 
     @contextlib.contextmanager
     def scribbling(self, process: int, start: int, end: int) -> Iterator[None]:
-        """Have the lender write to part of a target, again and again."""
-        self.actors.tell(self.lender, "scribble", 2 * process + 1, start, end)
+        """Have the client write to part of a target repeatedly."""
+        self.actors.tell(self.client, "scribble", 2 * process + 1, start, end)
         try:
             yield
         finally:
-            self.actors.tell(self.lender, "nothing")
-            self.actors.collect([self.lender], 10)
-            self.actors.collect([self.lender], 10)
+            self.actors.tell(self.client, "nothing")
+            self.actors.collect([self.client], 10)
+            self.actors.collect([self.client], 10)

@@ -1,4 +1,4 @@
-"""scripts/faults: run the matrix of faults, say what came of each case, keep it."""
+"""scripts/faults: run the matrix of faults, print the result of each case, store it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_all(cases: list[Case], no_network: str) -> tuple[list[Result], list[str]]:
-    """Run cases on one cluster, on another one after a case that has failed."""
+    """Run cases on one cluster; after a failed case, continue on a new cluster."""
     results: list[Result] = []
     left: list[str] = []
     with contextlib.ExitStack() as stack:
@@ -98,7 +98,7 @@ def run_all(cases: list[Case], no_network: str) -> tuple[list[Result], list[str]
 
 
 def merged(kept: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Return what is kept with the rows that have been run again, and which those are."""
+    """Return the stored results updated with the new rows, and the new rows."""
     rows = {_name(row): row for row in kept["cases"]} | {_name(row): row for row in found["cases"]}
     again = sorted({*kept.get("again", []), *(_name(row) for row in found["cases"])})
     return {**kept, "cases": list(rows.values()), "left": kept["left"] + found["left"], "again": again}

@@ -1,4 +1,4 @@
-"""The matrix: at which phase of a swap which process meets which fault, and what may come of that swap."""
+"""The matrix: swap phases, victims, faults, and the outcomes that each combination allows."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ FAULTS = {
 ABORTED = frozenset({"aborted"})
 LIVE = frozenset({"committed", "incomplete"})
 COMMITTED = frozenset({"committed"})
-DECIDED = LIVE | {"decided"}  # how it has ended may be in no journal: the one that says it was decided is lost
+DECIDED = LIVE | {"decided"}  # after the journal is lost, no journal may have the end of the swap
 ANY = ABORTED | LIVE
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row: `outcomes` are those that the swap held at this phase may have."""
+    """One row. `outcomes` are the allowed outcomes of the swap that is held at this phase."""
 
     phase: str
     victim: str
@@ -50,18 +50,18 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What `--only` matches."""
+        """The name that `--only` matches."""
         return f"{self.phase}/{self.victim}/{self.fault}"
 
 
 def matrix(no_network: str, no_clock: str) -> Iterator[Case]:
-    """Yield all cases; those that cannot be had here with the reason."""
+    """Yield all cases. Cases that cannot run here have a reason in `why_not`."""
     for phase in PHASES:
         for victim in VICTIMS:
             for fault in ("kill", "stop"):
                 yield Case(phase, victim, fault, outcomes(phase, victim, fault))
     for phase in PHASES:
-        for fault in ("kill", "stop"):  # the engine that flips, while the swap is held by others
+        for fault in ("kill", "stop"):  # the engine that flips, while another engine holds the swap
             yield Case(phase, "flips", fault, outcomes(phase, "flips", fault))
     for phase in FLIP_PHASES:
         for victim in VICTIMS:
@@ -75,7 +75,7 @@ def matrix(no_network: str, no_clock: str) -> Iterator[Case]:
             yield Case(phase, victim, "clock", COMMITTED, no_clock)
     for phase in FLIP_PHASES:
         yield Case(phase, "engine", "clock", LIVE, no_clock)
-    # the decision cannot be written; written, that it has been carried out cannot
+    # in the first case the decision cannot be written; in the second its completion cannot
     yield Case("paused", "coordinator", "full", ABORTED)
     yield Case("decided", "coordinator", "full", COMMITTED)
     # a decision that may be on disk is neither committed nor aborted before the journal is read again
@@ -91,22 +91,22 @@ def matrix(no_network: str, no_clock: str) -> Iterator[Case]:
 
 
 def outcomes(phase: str, victim: str, fault: str) -> frozenset[str]:
-    """Return what may come of the swap: nothing that was decided aborts; what needs its victim is not decided."""
+    """Return the allowed outcomes: a decided swap never aborts; a swap that needs its victim is not decided."""
     if phase == "decided" or phase in FLIP_PHASES:
         return LIVE
     match phase, victim, fault:
         case "idle", _, _:
-            return COMMITTED  # nothing runs meanwhile, and the next one begins when all is well again
+            return COMMITTED  # no swap runs during the fault, and the next one begins after recovery
         case _, "trainer", "stop":
-            return COMMITTED  # its version lies in a slot of the daemon's: nobody needs it
+            return COMMITTED  # its version is in a slot of the daemon, so the swap does not need the trainer
         case _, ("engine" | "flips"), "kill":
             return ABORTED
         case "planned", "worker", "kill":
-            return ABORTED | COMMITTED  # its successor may be there before the plan asks anything of it
+            return ABORTED | COMMITTED  # its successor may be ready before the plan needs it
         case (("planned" | "halting" | "staging"), "worker", ("kill" | "stop")):
             return ABORTED
         case "paused", "daemon", "kill":
-            return ANY  # all is staged, and its end is known by silence only: decided before that, it is incomplete
+            return ANY  # all is staged; if the swap is decided before silence shows the loss, it is incomplete
         case _, ("daemon" | "source-daemon"), "kill":
             return ABORTED
         case _, "coordinator", "kill":
@@ -119,7 +119,7 @@ def outcomes(phase: str, victim: str, fault: str) -> frozenset[str]:
 
 
 def chosen(cases: Iterator[Case], only: str) -> list[Case]:
-    """Return those that patterns like staging/*/kill name, separated by commas; a part that is left out is any."""
+    """Return the cases that match patterns like staging/*/kill, separated by commas. A missing field matches all."""
     patterns = [[*(pattern or "*").split("/"), "*", "*"][:3] for pattern in only.split(",")]
     return [case for case in cases if any(_matches(case, parts) for parts in patterns)]
 

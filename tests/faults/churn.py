@@ -78,7 +78,7 @@ class Replica:
             try:
                 with contextlib.closing(self._daemon.connect(self.name, reconnect=True)) as client:
                     self._serve(client)
-            except refitd.RefitdError:  # its daemon is away; it begins as a new process would
+            except refitd.RefitdError:  # its daemon is disconnected; start again like a new process
                 self.version = None
                 self._end.wait(0.2)
             except Exception as exc:
@@ -181,13 +181,13 @@ class Churn:
         return found
 
     def check(self) -> None:
-        """Raise Failure if an engine or the trainer has found something."""
+        """Raise Failure if an engine or the trainer has reported one."""
         wrong = [text for replica in (*self.replicas, *self.gone) for text in replica.wrong]
         if wrong or self.trainer.failure:
             raise Failure("; ".join([*wrong, self.trainer.failure][:5]))
 
     def until(self, claim: Callable[[], bool], what: str, timeout: float = BACK_S) -> None:
-        """Wait; raise Failure at the deadline, or as soon as something is found."""
+        """Wait; raise Failure at the deadline, or as soon as one is reported."""
         until = time.monotonic() + timeout
         while not claim():
             self.check()
@@ -199,7 +199,7 @@ class Churn:
             time.sleep(0.02)
 
     def goes_on(self, what: str) -> None:
-        """Wait for three more commits, and until every replica has served a version that is newer than now."""
+        """Wait for three more commits, and until every replica has served a version newer than the present one."""
         commits, version = self.trainer.committed, self.trainer.version
         self.until(lambda: self.trainer.committed >= commits + 3, f"three more commits after {what}")
         self.until(
@@ -275,7 +275,7 @@ def rolling(seconds: float, seed: int) -> dict[str, object]:
         part.start()
 
     def upgraded(churn: Churn) -> None:
-        """As docs/upgrades.md says: the coordinator, then each node, with the next one as soon as the last is ready."""
+        """As docs/operate.md says: the coordinator, then each node, with the next one as soon as the last is ready."""
         coordinator(churn)
         for node in NODES:
             churn.restart(node, signal.SIGTERM)

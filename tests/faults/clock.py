@@ -1,4 +1,4 @@
-"""A wall clock that tests may move: a small library, compiled here, that a process is started with."""
+"""A movable wall clock: a small library, compiled here, that is loaded into a process at its start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SOURCE = Path(__file__).with_name("clock.c")
 
 
 class Clock:
-    """The wall clock of one process; `environment` is what to start that process with."""
+    """The wall clock of one process; start that process with `environment`."""
 
     def __init__(self, library: Path, path: Path) -> None:
         self._path = path
@@ -19,13 +19,13 @@ class Clock:
         self.environment = {"LD_PRELOAD": str(library), "FAULTS_CLOCK": str(path)}
 
     def move(self, seconds: int) -> None:
-        """Have the clock show so many seconds more than it is."""
+        """Move the clock by this many seconds from the real time."""
         with self._path.open("r+b" if self._path.exists() else "wb") as file:
             file.write(struct.pack("q", seconds))
 
 
 def why_not() -> str:
-    """Return what stands in the way of moving clocks here, or ""."""
+    """Return the reason if clocks cannot be moved here, else ""."""
     return "" if shutil.which("cc") else "no C compiler (cc) to make the library that moves a process's clock"
 
 

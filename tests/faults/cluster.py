@@ -1,4 +1,4 @@
-"""The processes that are broken: a coordinator, three daemons, a trainer, four replicas; what they hold and journal."""
+"""The cluster that cases break: a coordinator, three daemons, a trainer, four replicas, their versions and journal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import refitd
-from refitd.testing import RunningSwap, leaks
+from refitd.testing import RunningSwap, processes
 from tests.faults import clock
 from tests.support.breakable import BreakableCluster
 from tests.support.breakable_member import MODEL
@@ -26,21 +26,21 @@ REPLICAS = {
 
 
 class Cluster(BreakableCluster):
-    """Coordinator, n0, n1 and n2. Beside n0 are the trainer and the replica `near`, which is asked to stand still.
+    """Coordinator, n0, n1 and n2. Beside n0 are the trainer and the replica `near`, which pauses when asked.
 
-    Beside n1 are the replicas `far`, which polls, and `still`, which is written in place. Beside n2, to which n1 passes
-    on what it receives, is `flips`, which polls and exchanges arenas.
+    Beside n1 are the replicas `far`, which polls, and `still`, which is written in place. n1 relays to n2. Beside n2 is
+    `flips`, which polls and exchanges arenas.
     """
 
     def __init__(self, hosts: TwoHosts | None = None) -> None:
-        """`hosts`, where they can be made, hold n0 and the coordinator on the one side, n1 and n2 on the other."""
+        """`hosts`, if they can be made, have n0 and the coordinator on one side, n1 and n2 on the other."""
         deadlines = {"plan_s": PLAN_S, "stage_s": STAGE_S, "pause_s": PAUSE_S, "commit_s": COMMIT_S}
         endpoint = "" if hosts is None else f"tcp://{hosts.coordinator}:{PORT}"
         super().__init__(NODES, REPLICAS, deadlines=deadlines, endpoint=endpoint)
         self.hosts = hosts
         self.clocks: dict[str, clock.Clock] = {}
         self._copy = b""  # of the journal
-        self._lost: dict[str, tuple[int, str, float]] = {}  # what journals said that are gone, by swap
+        self._lost: dict[str, tuple[int, str, float]] = {}  # last row of each swap in removed journals
         self._library = None if clock.why_not() else clock.build(self.folder)
         self._sync = None if clock.why_not() else clock.build(self.folder, clock.SOURCE.with_name("sync.c"))
         self.syncs(fail=False)
@@ -68,7 +68,7 @@ class Cluster(BreakableCluster):
         (self.folder / "fails").write_text("1" if fail else "0")
 
     def pid(self, name: str) -> int:
-        """Return the pid of one of them."""
+        """Return the pid of a process."""
         return next(process for process in self.processes if process.name == name).pid
 
     # --- what is asked ------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Cluster(BreakableCluster):
         return RunningSwap(self.daemons["n0"].connect("swap", 5), MODEL, version, timeout)
 
     def status(self) -> refitd.protocol.reports.StatusReport | None:  # type: ignore[name-defined]
-        """Return what n0 is told, None where nobody answers."""
+        """Return the status by n0, None if it does not answer."""
         try:
             with self.daemons["n0"].connect("status", 5) as client:
                 return client.status()
@@ -104,7 +104,7 @@ class Cluster(BreakableCluster):
         return sqlite3.connect(f"file:{self.journal}?mode=ro", uri=True, timeout=5)
 
     def live(self) -> int | None:
-        """Return the version that was decided last: no case goes back to an earlier one."""
+        """Return the last decided version: no case goes back to an earlier one."""
         return max((version for version, state, _ in self.journalled() if state != "aborted"), default=None)
 
     def copy_journal(self) -> None:
@@ -113,7 +113,7 @@ class Cluster(BreakableCluster):
             self._copy = journal.serialize()
 
     def take_journal(self, *, put_copy: bool) -> None:
-        """Remove the journal; put the copy in its place, or nothing. What it says is remembered."""
+        """Remove the journal, after reading its swaps; then put the copy in its place, or leave it removed."""
         self._lost = self._swaps()
         for path in self.journal.parent.glob(f"{self.journal.name}*"):
             path.unlink()
@@ -123,11 +123,11 @@ class Cluster(BreakableCluster):
     # --- what is logged -----------------------------------------------------------------------------------
 
     def logged(self) -> dict[str, int]:
-        """Return how long the logs of daemons and coordinator are, in bytes."""
+        """Return the length of each log of daemons and coordinator, in bytes."""
         return {process.name: process.log_path.stat().st_size for process in self.parts()}
 
     def loud(self, since: dict[str, int]) -> list[str]:
-        """Return the warnings and errors that daemons and coordinator have logged since."""
+        """Return the warnings and errors that daemons and coordinator have logged since then."""
         found = []
         for process in self.parts():
             new = process.log_path.read_bytes()[since[process.name] :].decode(errors="replace")
@@ -137,17 +137,17 @@ class Cluster(BreakableCluster):
     # --- what is held -------------------------------------------------------------------------------------
 
     def held(self) -> dict[str, int]:
-        """Return what all of it holds: descriptors by kind, processes, files."""
+        """Return the resources of the whole cluster: descriptors by kind, processes, files."""
         found: Counter[str] = Counter()
         for process in self.processes:
-            for kind, count in leaks.descriptors(process.pid).items():
+            for kind, count in processes.descriptors(process.pid).items():
                 found[f"{kind} descriptors of {process.name}"] = count
         for node, daemon in self.daemons.items():
             for pid in daemon.workers():
-                for kind, count in leaks.descriptors(pid).items():
+                for kind, count in processes.descriptors(pid).items():
                     found[f"{kind} descriptors of {node}'s workers"] += count
         for command in self.strangers().values():
             kind = "workers" if "refitd.worker" in command else f"of {command}"
             found[f"processes, {kind}"] += 1
-        found.update(leaks.files(self.folders()))
+        found.update(processes.files(self.folders()))
         return dict(found)

@@ -1,4 +1,4 @@
-"""What is done to a victim, what holds the swap meanwhile, and how both end."""
+"""Break a victim, hold the swap during the fault, and end both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.faults.cases import FLIP_PHASES, Case
 from tests.faults.cluster import Cluster
 
 DAY_S = 86400
-# the engine that a phase waits for; where there is none, far is the one that is broken
+# the engine that holds the swap in each phase; in other phases the victim is `far`
 ENGINES = {"halting": "still", "paused": "near", "decided": "far", **dict.fromkeys(FLIP_PHASES, "flips")}
 
 
@@ -24,7 +24,7 @@ def victim_engine(case: Case) -> str:
 
 
 def names_of(case: Case, pid: int) -> tuple[str, ...]:
-    """Return what a log may call a case's victim; `pid` is that of the process that breaks."""
+    """Return the names under which a log may name a case's victim; `pid` is the pid of the broken process."""
     match case.victim:
         case "worker":
             return ("worker", ENGINES[case.phase]) if case.phase == "decided" else ("worker",)
@@ -34,13 +34,13 @@ def names_of(case: Case, pid: int) -> tuple[str, ...]:
             return ("n0", ENGINES[case.phase]) if case.phase == "decided" else ("n0",)
         case "coordinator":
             return ("coordinator", "journal")
-        case "trainer" if case.phase == "decided":  # nobody needs it: the engine that holds the swap is late
+        case "trainer" if case.phase == "decided":  # the swap does not need the trainer: the log names the late engine
             return (f"pid={pid}", f"pid {pid}", "source", ENGINES[case.phase])
     return (f"pid={pid}", f"pid {pid}", victim_engine(case) or "source")
 
 
 class Fault:
-    """One case's fault, and the processes that are stopped until it has happened."""
+    """One case's fault, and the processes that are held until it has begun."""
 
     def __init__(self, cluster: Cluster, case: Case) -> None:
         self._cluster, self._case = cluster, case
@@ -57,13 +57,13 @@ class Fault:
             self._held.add(pid)
 
     def release(self) -> None:
-        """Let what was held go on, except for what the fault itself has stopped."""
+        """Continue the held processes, except those that the fault itself has stopped."""
         for pid in self._held - self._stopped:
             _signal(pid, signal.SIGCONT)
         self._held &= self._stopped
 
     def begin(self) -> None:
-        """Have it happen."""
+        """Inject the fault."""
         cluster, case, hosts = self._cluster, self._case, self._cluster.hosts
         match case.fault, case.victim:
             case "kill", "worker":
@@ -117,7 +117,7 @@ class Fault:
                 self._undo = lambda: clock.move(-DAY_S)
 
     def end(self) -> None:
-        """Mend what does not mend itself."""
+        """Repair the effects that do not repair themselves."""
         self._undo()
         self._undo = lambda: None
 

@@ -1,4 +1,4 @@
-"""One case: a swap is held at a phase, something breaks, is mended, and five things are checked."""
+"""One case: hold a swap at a phase, inject a fault, repair it, and check five things."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import refitd
-from refitd.testing import RunningSwap, leaks
+from refitd.testing import RunningSwap, processes
 from tests.faults.cases import ANY, FLIP_PHASES, LIVE, Case
 from tests.faults.cluster import COMMIT_S, PAUSE_S, PLAN_S, STAGE_S, Cluster
 from tests.faults.fault import DAY_S, ENGINES, Fault, victim_engine
 from tests.support.breakable_member import MODEL
 
 SWAP_S = 20.0
-# All phases' deadlines together are 14 s, and a coordinator that was stopped speaks afterwards.
+# All phases' deadlines together are 14 s, and a stopped coordinator answers only afterwards.
 HANG_S = 45.0
 RECOVERY_S = 120.0  # an engine that starts again imports torch: 2 s of CPU, most of a minute beside a dozen others
-SILENCE_S = 20.0  # of a process that nothing has happened to
-LEFT_S = 15.0  # until what a fault has left over is gone
+SILENCE_S = 20.0  # how long an engine that the fault does not touch may be silent
+LEFT_S = 15.0  # until leftovers of a fault are gone
 LASTS = {
     "idle": 4.0,
     "planned": PLAN_S + 1,
@@ -28,11 +28,11 @@ LASTS = {
     "paused": PAUSE_S + 1,
     **dict.fromkeys(("decided", *FLIP_PHASES), COMMIT_S + 1),
 }
-# the faults that last until whoever asked for the swap has been told
+# the faults that last until the client of the swap has its answer
 UNTIL_TOLD = ("slow", "crawl", "stutter", "unsynced", "remove", "replace", "close")
-# the faults that take from the coordinator what it has written
+# the faults that lose journal entries of the coordinator
 LOSES_JOURNAL = ("remove", "replace", "lose", "exchange")
-# where that engine stands inside its exchange
+# at which point the engine `flips` waits inside its exchange
 POINTS = {"exchanging": "half", "exchanged": "exchanged"}
 
 
@@ -42,40 +42,40 @@ class Problem(Exception):
 
 @dataclass(slots=True)
 class Result:
-    """What came of a case."""
+    """The result of a case."""
 
     case: Case
     outcome: str = ""  # of the swap, by the journal
-    told: str = ""  # what whoever asked for it was told
-    recovery_s: float | None = None  # from when the fault was over to the end of the next swap that succeeded
-    attempts: int = 0  # at it
+    told: str = ""  # the outcome that the client of the swap received
+    recovery_s: float | None = None  # from the end of the fault to the end of the next swap that succeeded
+    attempts: int = 0  # of that swap
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
 
 
 class Runner:
-    """Runs cases on one cluster; a cluster with which one has failed is not used again."""
+    """Runs cases on one cluster. After a failed case, use a new cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._version = 0
         self.serves: dict[str, int | None] = {}
         self._served: set[tuple[str, int]] = set()
-        self._nothing: set[str] = set()  # engines that have served nothing for a moment, in this case
+        self._nothing: set[str] = set()  # engines that served no version for a moment during this case
         self._torn: list[str] = []
         self._reads: dict[str, int] = {}
-        self._counted: dict[str, int] = {}  # looks of each engine's present process, also where it serves nothing
+        self._counted: dict[str, int] = {}  # by each engine's present process, including reads without a version
         self._heard: dict[str, float] = {}
         self._silent: dict[str, float] = {}
         self._published: int | None = -1
         self._refused = ""
         self._obeyed: list[str] = []
         self._asked: set[tuple[str, int]] = set()
-        self._holds: list[tuple[str, str]] = []  # engines that stand inside an exchange, and where
+        self._holds: list[tuple[str, str]] = []  # engines that wait inside an exchange, and the point
         self._baseline: dict[str, int] = {}
         self._quiet(RECOVERY_S, live=None)
         for _ in range(2):
-            self.cluster.copy_journal()  # older than what is live
+            self.cluster.copy_journal()  # so the copy is older than the live version
             self._next_swap(Result(Case("idle", "", "", frozenset())))
         self._baseline = self.cluster.held()
 
@@ -122,7 +122,7 @@ class Runner:
     # --- steps --------------------------------------------------------------------------------------------
 
     def _publish(self, version: int, timeout: float = 15.0) -> None:
-        """Have the trainer publish a version, or what it has published before again."""
+        """Have the trainer publish a version, or repeat its last publish."""
         self._published, self._refused = None, ""
         self.cluster.trainer.tell(version=version, timeout_s=timeout)
         self._wait(lambda: self._published == version or bool(self._refused), f"publish({version})", timeout + 15)
@@ -130,13 +130,13 @@ class Runner:
             raise Problem(f"version {version} could not be published: {self._refused}")
 
     def _tell(self, name: str, **command: bool) -> None:
-        """Tell an engine something and wait until it has heard it."""
+        """Send an engine a command and wait until it confirms it."""
         self._obeyed.clear()
         self.cluster.engines[name].tell(**command)
         self._wait(lambda: name in self._obeyed, f"{name} hears {command}", 15)
 
     def _is_whole(self) -> bool:
-        """Whether everybody is there and no swap runs."""
+        """Whether all processes are connected and no swap runs."""
         status = self.cluster.status()
         if status is None or len(status.nodes) != len(self.cluster.daemons):
             return False
@@ -154,7 +154,7 @@ class Runner:
         )
 
     def _quiet(self, timeout: float, live: int | None) -> None:
-        """Wait until everybody is there and serves what the journal says is live."""
+        """Wait until all processes are connected and all replicas serve the version that is live by the journal."""
         if live is None:
             self.cluster.trainer.tell(version=None, timeout_s=timeout)
         self._wait(self._is_whole, "a coordinator, three nodes, a trainer, all replicas and no swap", timeout, 0.1)
@@ -172,7 +172,7 @@ class Runner:
                 raise Problem(f"version {live} is live and replicas serve {self.serves}; status: {says}") from None
 
     def _all_read(self) -> None:
-        """Wait until every replica has looked once more: none stands still for a swap that is over."""
+        """Wait until every replica has read once more: none may stay paused for an ended swap."""
         self._listen()
         before = dict(self._counted)
 
@@ -185,7 +185,7 @@ class Runner:
             raise Problem(f"{stuck()} look at nothing for {SILENCE_S:.0f} s while no swap runs") from None
 
     def _next_swap(self, result: Result) -> None:
-        """Publish and swap until that succeeds; all replicas serve it afterwards."""
+        """Publish and swap until a swap succeeds and all replicas serve the version."""
         self._version += 1
         version = self._version
         until = time.monotonic() + RECOVERY_S
@@ -205,7 +205,7 @@ class Runner:
     # --- a case -------------------------------------------------------------------------------------------
 
     def run(self, case: Case) -> Result:
-        """Run a case and check; problems are in the result."""
+        """Run and check a case; problems are in the result."""
         started = time.monotonic()
         result = Result(case)
         self._listen()
@@ -221,8 +221,8 @@ class Runner:
             if swap is not None:
                 self._ended(swap, result)
             live = self.cluster.live()
-            # what a trainer had published that has started again is gone, and it may not use the number for anything
-            # else: who still lacks the version serves nothing until the next one
+            # A restarted trainer has lost its versions and may not publish other values under their numbers. Replicas
+            # that lack the live version then serve no version until the next swap.
             self._quiet(RECOVERY_S, None if fault.has_lost_versions else live)
             self._all_read()
             self._next_swap(result)
@@ -239,10 +239,10 @@ class Runner:
         return result
 
     def _hold(self, case: Case, fault: Fault) -> RunningSwap:
-        """Begin a swap that comes to this phase and no further."""
+        """Begin a swap, and hold it at this phase."""
         if case.phase == "planned":
             live = self.cluster.live()
-            self._tell("far", anew=True)  # the plan is made and sent anew after this
+            self._tell("far", anew=True)  # forces a new plan
             self._wait(lambda: "far" in self._nothing, "far leaves", 15)
             self._quiet(RECOVERY_S, live)
             self._nothing.clear()
@@ -268,9 +268,9 @@ class Runner:
             engine = ENGINES[case.phase]
             self._wait(lambda: (engine, version) in self._asked, f"{engine} is asked", 10)
         if case.phase == "decided":
-            # that it is about to be decided is told as the same phase
+            # the phase "commit" is also reported shortly before the decision
             self._wait(lambda: (version, "decided") in [row[:2] for row in self.cluster.journalled()], "a decision", 10)
-            if case.fault in LOSES_JOURNAL:  # what nobody else has been told yet would be lost with it
+            if case.fault in LOSES_JOURNAL:  # until a replica knows the decision, it would be lost with the journal
                 self._wait(lambda: self.serves.get("near") == version, "a replica has been told", 10)
         if case.phase in POINTS:
             self._wait(lambda: ("flips", POINTS[case.phase]) in self._holds, "flips stands in its exchange", 10)
@@ -282,14 +282,14 @@ class Runner:
         return swap
 
     def _break(self, case: Case, fault: Fault, swap: RunningSwap | None) -> float:
-        """Have it happen, let go of the swap, mend; return when that was."""
+        """Inject the fault, release the swap, repair the fault; return the time of the repair."""
         if case.fault not in ("slow", "crawl", "stutter"):
             fault.begin()
         began = time.monotonic()
         time.sleep(0.3)
         self._listen()
         if case.phase == "decided" and case.fault in ("stop", "cut", "clock", "full"):
-            # nobody commits while it lasts, longer than the deadline for that
+            # keep the engine waiting while the fault lasts, which is longer than the commit deadline
             pass
         else:
             self._let_go(case, fault)
@@ -319,7 +319,7 @@ class Runner:
             self.cluster.engines[ENGINES[case.phase]].tell(hold=False)
 
     def _ended(self, swap: RunningSwap, result: Result) -> None:
-        """Wait until whoever asked has been told, and see what the journal says."""
+        """Wait until the client of the swap has its answer, and store it."""
         try:
             result.told = swap.result(HANG_S).outcome
         except refitd.SwapFailed as exc:
@@ -333,7 +333,7 @@ class Runner:
         result.told += "" if swap.error is None else f": {swap.error}"
 
     def _check_told(self, case: Case, result: Result, names: tuple[str, ...], since: dict[str, int]) -> None:
-        """Check that a warning or an error names who broke, where a process or a swap did not survive it."""
+        """Check that a warning or an error names the victim, if a process or the swap did not survive the fault."""
         loud = self.cluster.loud(since)
         if result.outcome == "committed" and case.fault not in ("kill", "lose", "exchange", "remove", "replace"):
             return
@@ -347,7 +347,7 @@ class Runner:
         was_live = next((version for version, state, _ in before if state != "aborted"), None)
         held = self._version - 1 if case.phase != "idle" else self._version
         states = {state for version, state, _ in rows if version == held}
-        # catching up with a version is a swap to it as well: the worst is how the one that was held has ended
+        # Catching up is also journalled as a swap to the version. The held swap has the worst of these outcomes.
         result.outcome = next((s for s in ("decided", "incomplete", "committed") if s in states), "aborted")
         if result.outcome not in case.outcomes:
             expected = " or ".join(sorted(case.outcomes))
@@ -356,14 +356,14 @@ class Runner:
         expected_word = {result.outcome} | (LIVE if result.outcome == "decided" else set())
         if said in ANY and said not in expected_word:
             result.problems.append(f"the journal says {result.outcome}, whoever asked was told {result.told}")
-        # versions are what the journal says
+        # every served version is in the journal
         decided = {version for version, state, _ in rows if state != "aborted"}
         for name, version in sorted(self._served):
             if version not in decided and version != was_live:
                 result.problems.append(f"{name} served version {version}, which was never decided")
         if cluster.live() != self._version:
             result.problems.append(f"the journal says {cluster.live()} is live, after a swap to {self._version}")
-        # nobody was disturbed who had nothing to do with it
+        # engines that the fault does not touch were not disturbed
         victim = victim_engine(case)
         if case.victim in ("trainer", "engine", "flips", "worker") or case.fault in (
             "clock",
@@ -371,13 +371,13 @@ class Runner:
             "slow",
             "stutter",
         ):
-            # what is being written in place when a swap aborts holds parts of two versions
+            # when a swap aborts, an in-place replica that was being written has elements of two versions
             poisoned = any(state == "aborted" for version, state, at in rows if (version, state, at) not in before)
             for name in sorted(self._nothing - {victim, "still" if poisoned else ""}):
                 result.problems.append(f"{name} has served nothing for a while")
             if result.outcome == "aborted" and case.phase in ("staging", "paused") and "still" not in self._nothing:
                 result.problems.append("the swap aborted while still was being written, and still went on serving")
-        # nobody hangs; an engine that was stopped, or is started again and loads torch, is not called so
+        # No process hangs. Engines that were stopped, or that start again and import torch, are exempt.
         try:
             self._wait(lambda: all(self._reads.get(name) for name in cluster.engines), "all replicas read", SILENCE_S)
         except Problem as exc:
@@ -388,9 +388,9 @@ class Runner:
         jumped = any(version == held and abs(at - time.time()) > DAY_S / 2 for version, _, at in rows)
         if (case.victim, case.fault) == ("coordinator", "clock") and not jumped:
             result.problems.append("the coordinator's clock has not jumped")
-        # nothing leaks
+        # no process leaks
         until = time.monotonic() + LEFT_S
-        while (left := leaks.more(self._baseline, cluster.held())) and time.monotonic() < until:
+        while (left := processes.more(self._baseline, cluster.held())) and time.monotonic() < until:
             time.sleep(0.2)
         result.problems += [f"leak: {what}" for what in left]
         for process in cluster.processes:

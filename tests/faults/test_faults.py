@@ -1,4 +1,4 @@
-"""A part of the matrix of faults, each phase, victim and kind at least once; `scripts/faults` runs all of it."""
+"""A selection of fault cases, with each phase, victim and kind at least once; `scripts/faults` runs all cases."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ CHOSEN = (
     "told/coordinator/stop",
 )
 NO_NETWORK, NO_CLOCK = network.why_not(), clock.why_not()
-# a slow machine takes ten seconds for each; the others are for scripts/faults and `scripts/test -m slow`
+# ten seconds for each on a slow machine; the other cases run in scripts/faults and `scripts/test -m slow`
 QUICK = ("staging/worker/stutter", "staging/trainer/kill", "paused/engine/stop", "decided/coordinator/kill")
 CASES = [case for name in CHOSEN for case in chosen(matrix(NO_NETWORK, NO_CLOCK), name)]
 
 
 class Runners:
-    """The runner at work; another one, with a cluster of its own, after a case that has failed."""
+    """The current runner; after a failed case, a new one with a separate cluster."""
 
     def __init__(self) -> None:
         self._hosts = None if NO_NETWORK else TwoHosts()

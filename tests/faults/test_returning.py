@@ -18,7 +18,7 @@ from refitd.testing import Daemon, Engine, eventually
 
 TENSORS = 8
 
-# Reads all it serves between two polls, and says what it found.
+# Reads all served elements between two polls, and reports the versions it found.
 ENGINE = """
 import json, sys, time, refitd, torch
 torch.set_num_threads(1)
@@ -64,7 +64,7 @@ def test_an_engine_that_returns_during_swaps_is_never_torn(
                 with source.lend(version):
                     trainer.swap("policy", version, timeout=60)
             except refitd.RefitdError:
-                time.sleep(0.05)  # the engine has died in the middle of it
+                time.sleep(0.05)  # the engine has died during the swap
 
     thread = threading.Thread(target=swaps, daemon=True)
     with Engine(stays):

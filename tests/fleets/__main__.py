@@ -1,4 +1,4 @@
-"""scripts/fleets: make random fleets from a seed, let random things happen to them, compare every byte after each."""
+"""scripts/fleets: make random fleets from a seed, run random operations on them, compare every byte after each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(seed: int, seconds: float, operations: int) -> bool:
-    """Run one fleet; print what happened. Returns whether everything was as it should be."""
+    """Run one fleet and print its operations. Return whether all checks passed."""
     choices, end, done = random.Random(seed), time.monotonic() + seconds, Counter[str]()
     took: dict[str, list[float]] = {}
     nodes = [f"n{number}" for number in range(choices.choice((1, 2, 3, 3, 4)))]

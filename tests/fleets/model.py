@@ -1,4 +1,4 @@
-"""A random model: its sources in one layout, its replicas in others, and what each version holds."""
+"""A random model: its sources in one layout, its replicas in others, and the weights of each version."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ import refitd
 from refitd import MXFP8Buffer, ParameterMetadata
 from refitd.client.streamed import StreamedSource
 from refitd.testing import Engine
+from tests.support.controls import nothing
 
 Tensors = dict[str, torch.Tensor]
 KINDS = ("copy", "copy", "flip", "adopted", "kept", "mxfp8", "in-place")
 OFFERS = ("own", "own", "arena", "streamed")
-LENT = 0.25  # of what is published
+LENT = 0.25  # share of versions that are lent
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,11 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Pipeline stages, of which stage i has every `stages`-th tensor from the i-th on, each of `tp` ranks."""
+    """Pipeline stages of `tp` ranks each; stage i has every `stages`-th tensor, starting with the i-th."""
 
     stages: int
     tp: int
-    is_whole: bool = False  # each rank holds all of its stage
+    is_whole: bool = False  # each rank has all tensors of its stage
 
     @property
     def world_size(self) -> int:
@@ -68,9 +69,9 @@ class Model:
 
     Attributes:
         whole: the trainer's weights, as they are now.
-        states: what each published version holds, before the sources' cast.
+            states: the weights of each published version, before the sources' cast.
         version: the newest one.
-        has_lent: whether a source rank has lent that: its lease ends with the rank's daemon.
+            has_lent: whether a source rank has lent the newest version: its lease ends with the rank's daemon.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Model:
     version: int = field(init=False, default=0)
     has_lent: bool = field(init=False, default=False)
     ranks: list[Rank] = field(init=False, default_factory=list)
+    controllers: dict[str, refitd.ReplicaController] = field(init=False, default_factory=dict)  # of those in place
     _lent: ExitStack = field(init=False, default_factory=ExitStack)  # until the next version is published
 
     def __post_init__(self) -> None:
@@ -106,7 +108,7 @@ class Model:
     def _shape(self) -> tuple[int, ...]:
         choice = self.random.choice
         if self.random.random() < 0.3:
-            return 12 * choice((1, 8)), 96 * choice((1, 2, 4))  # what MXFP8 converts
+            return 12 * choice((1, 8)), 96 * choice((1, 2, 4))  # a shape that MXFP8 can convert
         return tuple(12 * choice((1, 2, 4, 6, 24)) for _ in range(choice((1, 2, 2, 3))))
 
     def part(self, whole: Mapping[str, torch.Tensor], layout: Layout, rank: int) -> Tensors:
@@ -175,7 +177,11 @@ class Model:
         match kind:
             case "flip" | "in-place":
                 live = client.allocate({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()})
-                options |= {"mode": kind, "on_pause": (lambda version: None) if kind == "in-place" else None}
+                options["mode"] = kind
+                if kind == "in-place":
+                    self.controllers[replica] = client.control_replica(
+                        self.name, replica, pause=nothing, commit=nothing
+                    )
             case "adopted" | "kept":
                 module = _module(held)
                 client.adopt(module, keep_addresses=kind == "kept")
@@ -196,12 +202,12 @@ class Model:
         return Rank(replica, kind, layout, rank, next(iter(dtypes.values())), live, target)
 
     def polls(self) -> AbstractContextManager[object]:
-        """Poll for all ranks on one thread, or have each wait on a thread of its own."""
+        """Poll for all ranks on one thread, or have each rank wait on a separate thread."""
         targets = [rank.target for rank in self.ranks]
         return self.random.choice((Engine(*targets), _waiting(targets)))
 
     def publish(self) -> int:
-        """Change nothing, 1 % or all of the elements, and publish; return the version."""
+        """Change 0, 1 or 100 % of the elements, and publish; return the version."""
         share = self.random.choice((0.0, 0.01, 0.01, 1.0))
         for tensor in self.whole.values():
             which = torch.rand(tensor.shape, generator=self.generator) < share
@@ -224,10 +230,10 @@ class Model:
         return self.version
 
     def check(self, version: int | None = None) -> None:
-        """Compare every rank with the version that it serves, which is `version` if that is given.
+        """Compare every rank with the version that it serves, which must be `version` if that is given.
 
         Raises:
-            AssertionError: a rank holds other bytes, ranks of a replica serve different versions, or one is fenced.
+            AssertionError: a rank has other bytes, ranks of a replica serve different versions, or one is fenced.
         """
         serving: dict[str, set[int | None]] = {}
         for rank in self.ranks:
@@ -255,7 +261,7 @@ def _module(shapes: Mapping[str, torch.Tensor]) -> torch.nn.Module:
 
 @contextmanager
 def _waiting(targets: Sequence[refitd.Target]) -> Iterator[None]:
-    """Have each target wait for versions on a thread of its own, until the block ends."""
+    """Have each target wait for versions on a separate thread, until the block ends."""
     is_over = threading.Event()
 
     def wait(target: refitd.Target) -> None:

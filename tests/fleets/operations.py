@@ -1,4 +1,4 @@
-"""What happens to a random fleet: swaps, rollbacks, joins, faults. Each operation ends with every byte compared."""
+"""Random operations on a fleet: swaps, rollbacks, joins, faults. Every byte is compared after each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ATTEMPTS = 8
 
 @dataclass
 class Fleet:
-    """A cluster, its models, and one client that asks. `note` is told of errors that are rightly raised."""
+    """A cluster, its models, and one client for requests. `note` is called with expected errors."""
 
     cluster: Cluster
     models: list[Model]
@@ -30,10 +30,10 @@ class Fleet:
     note: Callable[[str], None]
 
     def swap(self, model: Model, version: int) -> int:
-        """Swap; what a fault has broken must work again soon. Return the version: what was lent may have to be anew.
+        """Swap, and retry after a fault. Return the version: a new one if a lent version must be published again.
 
         Raises:
-            AssertionError: it does not.
+            AssertionError: no attempt succeeded.
         """
         for _ in range(ATTEMPTS):
             try:
@@ -42,12 +42,12 @@ class Fleet:
             except refitd.RefitdError as exc:
                 self.note(str(exc))
                 time.sleep(1.0)
-                # a version that was rounded before an engine came that needs it unrounded fits no more
+                # a version rounded before an engine joined that needs it unrounded no longer fits
                 version = model.publish() if model.has_lent or model.casts else version
         raise AssertionError(f"{model.name}: no swap has worked {ATTEMPTS} times")
 
     def live(self, model: Model) -> int | None:
-        """Return the version that was decided last, if its sources or another replica can still give it."""
+        """Return the last decided version, if its sources or another replica can still send it."""
         (status,) = (one for one in self.client.status().models if one.model == model.name)
         others = {rank.replica for rank in model.ranks if rank.kind != "mxfp8" and rank.dtype is model.offered}
         is_held = status.live in status.complete_versions or len(others) > 1
@@ -69,7 +69,7 @@ def publish(fleet: Fleet, model: Model) -> None:
 
 
 def together(fleet: Fleet, model: Model) -> None:
-    """Two models in one decision."""
+    """Swap two models in one decision."""
     other = fleet.random.choice([one for one in fleet.models if one is not model])
     versions = {one.name: one.publish() for one in (model, other)}
     with ExitStack() as polling:
@@ -81,7 +81,7 @@ def together(fleet: Fleet, model: Model) -> None:
 
 
 def rollback(fleet: Fleet, model: Model) -> None:
-    """Back to the version before, if anybody holds it."""
+    """Roll back to the previous version, if any rank still has it."""
     with model.polls():
         try:
             report = fleet.client.rollback(model.name, timeout=SWAP_S)
@@ -93,7 +93,7 @@ def rollback(fleet: Fleet, model: Model) -> None:
 
 
 def disturbed(fleet: Fleet, model: Model, disturb: Callable[[], None]) -> None:
-    """Disturb a swap at a random time: it commits or leaves everything as it was, and the next one works."""
+    """Disturb a swap at a random time: it commits or changes nothing, and the next one works."""
     version = model.publish()
     with model.polls():
         asking = fleet.random.choice(list(fleet.cluster.daemons.values())).connect()
@@ -132,7 +132,7 @@ def kill_worker(fleet: Fleet, model: Model) -> None:
 
 
 def restart_coordinator(fleet: Fleet, model: Model) -> None:
-    """The coordinator dies between swaps, and comes back."""
+    """Kill the coordinator between swaps, and start it again."""
     fleet.cluster.coordinator.kill()
     fleet.cluster.coordinator.start()
     version = model.publish()
@@ -142,7 +142,7 @@ def restart_coordinator(fleet: Fleet, model: Model) -> None:
 
 
 def restart_daemon(fleet: Fleet, model: Model) -> None:
-    """A daemon dies between swaps, and comes back; clients hand it their arenas."""
+    """Kill a daemon between swaps, and start it again; clients hand it their arenas."""
     daemon = fleet.random.choice(list(fleet.cluster.daemons.values()))
     daemon.kill()
     daemon.start()
@@ -153,11 +153,13 @@ def restart_daemon(fleet: Fleet, model: Model) -> None:
 
 
 def rejoin(fleet: Fleet, model: Model) -> None:
-    """A replica leaves, and comes back with another layout, on other nodes; it gets the live version."""
+    """Remove a replica, and add it with another layout, on other nodes; it gets the live version."""
     replica = fleet.random.choice(sorted({rank.replica for rank in model.ranks}))
     for rank in model.ranks:
         if rank.replica == replica:
             rank.target.close()
+    if (controller := model.controllers.pop(replica, None)) is not None:
+        controller.close()
     model.ranks = [rank for rank in model.ranks if rank.replica != replica]
     model.add(replica)
     version = fleet.live(model)
@@ -170,7 +172,7 @@ def rejoin(fleet: Fleet, model: Model) -> None:
 
 
 def drain(fleet: Fleet, model: Model) -> None:
-    """A node is left out of a swap, and catches up."""
+    """Drain a node during a swap; afterwards it catches up."""
     node = fleet.random.choice(sorted(fleet.cluster.daemons))
     fleet.client.drain(node, timeout=SWAP_S)
     version = model.publish()
@@ -187,7 +189,7 @@ def drain(fleet: Fleet, model: Model) -> None:
 
 
 def verify(fleet: Fleet, model: Model) -> None:
-    """What serves is proven, but for what ranks registered with at a daemon that was restarted: it has no digests."""
+    """Verify live versions, except for ranks that registered at a restarted daemon, which lacks their digests."""
     if any(rank.target.version for rank in model.ranks):
         with model.polls():
             found = fleet.client.verify(model.name, timeout=SWAP_S)
@@ -197,7 +199,7 @@ def verify(fleet: Fleet, model: Model) -> None:
 
 
 def spoil(fleet: Fleet, model: Model) -> None:
-    """An engine writes to its own weights: a base that differs goes live nowhere, and the next versions are right."""
+    """Have an engine write to its own weights: a wrong base does not go live, and the next versions are right."""
     spoilt = [rank for rank in model.ranks if rank.kind != "mxfp8" and rank.target.version]
     if not spoilt:
         return

@@ -1,1 +1,1 @@
-"""Malformed input, made from a seed: thrown at everything that reads what a peer or a user has written."""
+"""Malformed input, made from a seed, for all readers of input from peers and users."""

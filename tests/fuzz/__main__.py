@@ -1,4 +1,4 @@
-"""scripts/fuzz: throw malformed input at every reader and at both live sockets; say what was refused and what broke."""
+"""scripts/fuzz: send malformed input to every reader and both live sockets; report refusals and failures."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_readers(inputs: int, seed: int, found: list[str]) -> list[dict[str, Any]]:
-    """Feed every reader its share; a crash, an exception of another kind or a hang is a finding."""
+    """Feed every reader its share; a crash, an unexpected exception or a hang is a finding."""
     rows = []
 
     def too_long(number: int, frame: FrameType | None) -> None:
@@ -91,7 +91,7 @@ def run_readers(inputs: int, seed: int, found: list[str]) -> list[dict[str, Any]
 
 
 def feed(reader: Reader, rng: random.Random, number: int, found: list[str]) -> None:
-    """Give a reader one input and count what it did with it."""
+    """Give a reader one input, and count the result."""
     try:
         reader.counts[reader.feed(rng)] += 1
     except Exception as exc:

@@ -1,4 +1,4 @@
-"""Both live sockets: frames and datagrams to a daemon and a coordinator that have other work to do meanwhile."""
+"""Fuzz both live sockets: send frames and datagrams to a daemon and a coordinator that also run swaps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from refitd.testing import Daemon, eventually
 from tests.fuzz.readers import SHARD, frame_of, kinds_of
 from tests.support.hostile import Figures, Fleet, RawPeer, figures
 
-# Frames between two looks at whether everybody still answers.
+# Frames between two checks that all processes still answer.
 BATCH = 200
 SWAP_EVERY = 10  # batches
 CONFIG = '[node]\nmax_arena_bytes = 67_108_864\n[log]\nlevel = "error"\n'
@@ -27,7 +27,7 @@ CONFIG = '[node]\nmax_arena_bytes = 67_108_864\n[log]\nlevel = "error"\n'
 
 @dataclass
 class Surface:
-    """What was thrown at one socket and what it answered."""
+    """The inputs sent to one socket, and the answers."""
 
     name: str
     inputs: int = 0
@@ -38,7 +38,7 @@ class Surface:
 
 @dataclass
 class Peak:
-    """The most that a process has taken, seen after each batch, beside what it took before."""
+    """The most memory and descriptors of a process, measured after each batch, and those at the start."""
 
     before: Figures
     private_bytes: int = 0
@@ -55,7 +55,7 @@ class Peak:
 
 
 class Live:
-    """A daemon with its coordinator, a fleet that swaps, and three peers that send what comes to mind."""
+    """A daemon with its coordinator, a fleet that swaps, and three peers that send random input."""
 
     def __init__(self, daemon: Daemon, rng: random.Random) -> None:
         self._daemon, self._rng = daemon, rng
@@ -83,7 +83,7 @@ class Live:
                 self._look()
 
     def _look(self) -> None:
-        """Everybody lives, answers within a deadline and has not grown."""
+        """Check that all processes run, answer within a deadline and have not grown."""
         self._batches += 1
         with self._daemon.connect("normal") as client:
             status = client.status()
@@ -110,7 +110,7 @@ class Live:
             self._peer = RawPeer(self._daemon.directory, hello=self._rng.random() < 0.9)
             shard = local.RegisterSource(model="mine", rank=0, world_size=1, shard=SHARD)
             answer = self._peer.ask(shard)
-            self._mine = answer.member if isinstance(answer, local.SourceRegistered) else "?"
+            self._mine = answer.member if isinstance(answer, local.Registered) else "?"
         kinds = [k for k in kinds_of(local.ClientRequest) if k.tag not in _THE_FLEETS]
         self._send(self._peer.socket, kinds, count, "daemon: ZeroMQ", self._clients)
 
@@ -141,7 +141,7 @@ class Live:
                 to.send_multipart([self._rng.randbytes(5)] * self._rng.choice((2, 3, 50)))
             else:
                 to.send(frame_of(kinds, self._rng, names))
-        # the answer to what comes last ends the batch; those before it have been given by then
+        # the answer to the last frame ends the batch; earlier frames have been answered by then
         to.send(encode(_LAST, local.GetPlan(model="?")))
         while True:
             assert to.poll(20_000), f"{name}: no answer within 20 s"
@@ -179,7 +179,7 @@ class Live:
                     handoff.send(peer, data, (0,) * self._rng.choice((0, 0, 0, 0, 1, 3)))
                     answer, fds = handoff.receive(peer, 4)
                     handoff.close_all(fds)
-                    # nothing of this daemon's is this session's
+                    # this session owns no descriptors of the daemon
                     assert b"Failure" in answer and not fds, answer
                     surface.refused += 1
             except (RefitdError, ConnectionError):
@@ -189,7 +189,7 @@ class Live:
         surface.inputs += count
 
     def close(self) -> None:
-        """End with a swap, and all peers gone."""
+        """Close all peers, wait until their versions can be dropped, and swap once more."""
         if self._peer is not None:
             self._peer.close()
         self._context.destroy(linger=0)
@@ -205,12 +205,12 @@ class Live:
         self._fleet.close()
 
     def _is_inherited(self) -> bool:
-        """What was published by luck outlives its peer: register the same rank again, and close that."""
+        """Register the same rank again and close it, in case a fuzzed publish has outlived its peer."""
         peer = RawPeer(self._daemon.directory, hello=True)
         try:
             answer = peer.ask(local.RegisterSource(model="mine", rank=0, world_size=1, shard=SHARD))
-            if not isinstance(answer, local.SourceRegistered):
-                return False  # the old one has not been missed yet
+            if not isinstance(answer, local.Registered):
+                return False  # the daemon has not noticed the loss of the old peer yet
             return isinstance(peer.ask(local.Deregister(member=answer.member)), local.Done)
         finally:
             peer.close()
@@ -218,5 +218,5 @@ class Live:
 
 _LAST = 1 << 60
 _DIGEST = digest_of(SHARD)
-# What would rightly change the fleet that swaps beside it: operators may abort, anybody may be asked to join.
+# Messages that may change the fleet that swaps beside the fuzzer: any operator may send them.
 _THE_FLEETS = ("AbortSwap", "DrainNode", "Evict", "Forget", "StartSwap", "StartSwaps")

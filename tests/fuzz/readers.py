@@ -1,4 +1,4 @@
-"""Every reader of foreign input that needs no process: each takes one input and accepts or refuses it, nothing else."""
+"""Every reader of foreign input that needs no process: each takes one input, and only accepts or refuses it."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ import xxhash
 
 from refitd import ParameterMetadata
 from refitd.addressing.between_nodes import TransferList, node_transfers, transfers_of
-from refitd.addressing.conversions import ConversionList
-from refitd.addressing.copies import CopyList, address
+from refitd.addressing.copies import ConversionList, CopyList, address
 from refitd.addressing.places import LocalTensor
-from refitd.checkpoints import folder as names
-from refitd.checkpoints.header import header
+from refitd.checkpoints import safetensors as names
 from refitd.checkpoints.publish import read_checkpoint
+from refitd.checkpoints.safetensors import header
 from refitd.config import load
+from refitd.coordinator.descriptions import Registered, ShardReader
 from refitd.coordinator.plans import make_plan
-from refitd.coordinator.rosters import Registered, ShardReader
 from refitd.errors import CheckpointError, ConfigError, ProtocolError, RefitdError
+from refitd.files import parse
 from refitd.offline import files
 from refitd.plan.build import plan_copies
-from refitd.plan.fills import FillTable
-from refitd.plan.table import CopyTable, CrossingTable
+from refitd.plan.table import CopyTable, CrossingTable, FillTable
 from refitd.protocol import cluster, keys, local, sidecar
 from refitd.protocol.codec import Decoder, digest_of, encode, unpack
 from refitd.protocol.shards import Shard, WireTensor, metadata_of, shard_of
 from tests.fuzz.values import damaged, damaged_text, spoilt, value_of
+from tests.support.layouts import crossing
 from tests.support.places import by_rank
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ NAMES = (
 
 
 def readers(directory: Path) -> list[Reader]:
-    """Return all of them; files that are read from disk are written into `directory`."""
+    """Return all readers; those of files on disk write them into `directory`."""
     feeds = [
         *((_codec(union), 2.0) for union in UNIONS.values()),
         (_packed, 1.0),
@@ -96,7 +96,7 @@ def readers(directory: Path) -> list[Reader]:
 
 
 def frame_of(kinds: list[Any], rng: random.Random, names: tuple[str, ...] = ("policy",)) -> bytes:
-    """Return the frame of a message: one that fits, one that nearly does, or one whose bytes have suffered."""
+    """Return the frame of a message: a valid one, a nearly valid one, or one with corrupted bytes."""
     value = value_of(rng.choice(kinds), rng, names)
     how = rng.random()
     if how < 0.4:
@@ -110,7 +110,7 @@ def frame_of(kinds: list[Any], rng: random.Random, names: tuple[str, ...] = ("po
 
 
 def kinds_of(union: Any) -> list[Any]:
-    """Return what msgspec knows of the messages of a union."""
+    """Return msgspec's description of the messages of a union."""
     info = msgspec.inspect.type_info(union)
     return list(info.types) if isinstance(info, msgspec.inspect.UnionType) else [info]
 
@@ -123,7 +123,7 @@ def _codec(union: Any) -> Callable[[random.Random], bool]:
             number, message = decoder.decode(frame_of(kinds, rng))
         except ProtocolError:
             return False
-        # what was let in travels on, and is the same there (a NaN is not equal to itself)
+        # an accepted message must survive encoding and decoding (compared as text, because NaN differs from itself)
         again = encode(number, message)
         assert repr(decoder.decode(again)) == repr((number, message)), message
         return True
@@ -149,7 +149,7 @@ def _packed(rng: random.Random) -> bool:
 
 
 def _planned(rng: random.Random) -> bool:
-    """A shard that passes the codec reaches the planner: it may refuse, and not fall over."""
+    """A shard that passes the codec reaches the planner, which may refuse it but must not crash."""
     tensor = msgspec.to_builtins(WireTensor("w", (4, 8), "bfloat16"))
     kind = msgspec.inspect.type_info(WireTensor)
     wild = value_of(kind, rng)
@@ -201,7 +201,7 @@ _WIRE = _a_table().to_wire()
 def _a_block() -> tuple[bytes, bytes, bytes]:
     table = _a_table()
     places = by_rank({(r, t.name): LocalTensor(r, 0, t.shape, _strides(t)) for r in (0, 1) for t in SHARD.tensors})
-    transfers = transfers_of(node_transfers(CrossingTable.of(table), {0: 0, 1: 1}, 1), 0, 0, places, places)
+    transfers = transfers_of(node_transfers(crossing(table), {0: 0, 1: 1}, 1), 0, 0, places, places)
     one = {f.name: np.ones((2, 2) if f.name == "size" else 2, np.int64) for f in fields(ConversionList)}
     return address(table, places, places).to_bytes(), transfers.to_bytes(), ConversionList(**one).to_bytes()
 
@@ -238,7 +238,7 @@ def _manifests() -> Callable[[random.Random], bool]:
         text, is_json = rng.choice(texts)
         text = damaged_text(text, rng)
         try:
-            values = files.parse(text, "here", is_json=is_json)
+            values = parse(text, "here", is_json=is_json)
             if rng.random() < 0.3:
                 values = spoilt(values, rng)
             if not isinstance(values, dict):
@@ -334,7 +334,7 @@ def _dcp(directory: Path) -> Path:
 
 def _checkpoints(folder: Path) -> Callable[[random.Random], bool]:
     """A folder with one damaged file; an accepted folder is read to its end."""
-    from refitd.checkpoints.reading import Reader
+    from refitd.checkpoints.publish import Reader
 
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
 

@@ -1,4 +1,4 @@
-"""Values that fit a type, values that nearly do, and bytes that were something once."""
+"""Values that fit a type, values that nearly do, and corrupted bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scripts/gpu-check runs: each check in a process of its own, with a time limit, and a table at the end."""
+"""Run the checks of scripts/gpu-check: each in a separate process, with a time limit, and print a table at the end."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def main() -> int:
 
 
 def nothing_to_check_on() -> str:
-    """Return what stands in the way of every check, told before anything slow is imported."""
+    """Return the reason if no check can run here, before slow imports."""
     from refitd.buffers.cuda import visible_devices
     from refitd.copy_services.registry import torch_cuda
 
@@ -112,7 +112,7 @@ def result(name: str, state: str, why: str, figures: dict[str, object], seconds:
 
 
 def run(name: str, timeout: float) -> dict[str, object]:
-    """Run one check in a process group of its own; whatever becomes of it, return a result."""
+    """Run one check in a separate process group; return a result however it ends."""
     started = time.monotonic()
     command = [sys.executable, str(HERE / "checks.py"), name, str(timeout)]
     child = subprocess.Popen(

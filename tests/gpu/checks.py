@@ -1,4 +1,4 @@
-"""What scripts/gpu-check starts, one check a process: checks.py NAME SECONDS, which prints one JSON object.
+"""Run one check for scripts/gpu-check in this process: checks.py NAME SECONDS. It prints one JSON object.
 
 Checks with several ranks start it again as: checks.py NAME SECONDS RANK SIZE FOLDER.
 """
@@ -55,7 +55,7 @@ def service(seconds: float) -> Outcome:
 
 
 def daemon_check(name: str) -> Callable[[float], Outcome]:
-    """A check that starts daemons of its own."""
+    """Return a check that starts its own daemons."""
 
     def check(seconds: float) -> Outcome:
         need(
@@ -115,7 +115,7 @@ def main() -> int:
         found = Outcome(why=f"{kind}{(str(exc).splitlines() or [''])[0]}"[:400], state="failed")
     sys.stderr.flush()
     print(json.dumps({"state": found.state, "why": found.why, "figures": found.figures}), flush=True)
-    # without the destructors of communicators and contexts, some of which wait for others
+    # skip the destructors of communicators and contexts, some of which wait for other processes
     os._exit(0)
 
 

@@ -70,7 +70,7 @@ def arena_child(connection: int, nbytes: int) -> None:
 
 
 def digest(seconds: float) -> Outcome:
-    from refitd.copy_services.device_digest import DeviceDigests
+    from refitd.copy_services.digests import DeviceDigests
 
     data = torch.randint(0, 256, (33 * MIB + 7,), dtype=torch.uint8)
     there, device, host = data.to(DEVICE), DeviceDigests(DEVICE), DeviceDigests(torch.device("cpu"))
@@ -92,7 +92,7 @@ def digest(seconds: float) -> Outcome:
 
 @dataclass
 class Shard:
-    """Tensors in an arena of their own."""
+    """Tensors in a separate arena."""
 
     number: int
     arena: memory.MappedDeviceArena
@@ -194,7 +194,7 @@ def copies(seconds: float) -> Outcome:
     plain = timed(lambda: b.copy_(a))
     figures: dict[str, object] = {"MiB": nbytes // MIB, "plain GB/s": nbytes / plain / 1e9}
 
-    half = columns // 2  # a rank's half of the columns, out of the whole into a tensor of its own
+    half = columns // 2  # copy a rank's half of the columns from the whole tensor into a separate one
     ends = LocalTensor(1, 2 * half, (rows, half), (2 * columns, 2)), LocalTensor(2, 0, (rows, half), (2 * half, 2))
     packed = b.view(-1)[: rows * half].view(rows, half)
     strided = timed(lambda: packed.copy_(a[:, half:]))
@@ -240,7 +240,7 @@ def graph(seconds: float) -> Outcome:
 
 
 def flip(seconds: float) -> Outcome:
-    """A graph that was captured over one arena reads the other one's weights after an exchange, and the reverse."""
+    """Check that a graph captured over one arena reads the other arena's weights after each exchange."""
     layers, shapes = 4, mlp_shapes(512, 4)
     live, staging = Shard.make(1, shapes), Shard.make(2, shapes)
     tensors, x = live.tensors(), torch.randn(16, 512, device=DEVICE, dtype=torch.bfloat16)

@@ -18,7 +18,7 @@ def _made() -> nn.Sequential:
 
 
 def daemon_modules(seconds: float) -> dict[str, object]:
-    """A graph that is captured over an adopted, or a built, model reads each version that flips under it."""
+    """Check that a graph captured over an adopted, or a built, model reads each version after its flip."""
     torch.cuda.init()
     nbytes = sum(param.numel() * param.element_size() for param in _made().parameters())
     torch.cuda.empty_cache()

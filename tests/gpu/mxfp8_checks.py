@@ -6,42 +6,38 @@ import functools
 
 import torch
 
-from refitd.mxfp8 import Rounding
+from refitd.mxfp8.format import Rounding
 from tests.gpu.outcomes import DEVICE, Outcome, need, timed
 
 
 def mxfp8(seconds: float) -> Outcome:
     need(triton="triton")
-    from refitd.transforms import mxfp8_triton
-    from refitd.transforms.mxfp8 import MXFP8ReshardTransform
-    from refitd.transforms.mxfp8_buffers import MXFP8Buffer
+    from refitd.mxfp8 import kernels
+    from refitd.mxfp8.buffers import MXFP8Buffer
+    from refitd.mxfp8.transform import MXFP8ReshardTransform
 
-    # any bits, so NaNs, infinities and subnormals too; and weights
+    # random bits, with NaNs, infinities and subnormals; and weights
     torch.manual_seed(3)
     words = torch.randint(-(1 << 15), 1 << 15, (1000, 4096), dtype=torch.int16)
     words[:500] = (torch.randn(500, 4096) * 0.02).to(torch.bfloat16).view(torch.int16)
     for rounding in Rounding:
-        for is_swizzled in (False, True):
-            here = MXFP8Buffer.empty((1000, 4096), is_swizzled=is_swizzled)
-            here = MXFP8Buffer(here.data, here.scale, rounding)
-            here.quantize(words.view(torch.bfloat16))
-            data, scale = (torch.full_like(part, 0xEE, device=DEVICE) for part in (here.data, here.scale))
-            mxfp8_triton.quantize(words.to(DEVICE), data, scale, rounding, is_swizzled=is_swizzled)
-            assert torch.equal(data.cpu(), here.data), f"{rounding}, swizzled {is_swizzled}: data differs"
-            assert torch.equal(scale.cpu(), here.scale), f"{rounding}, swizzled {is_swizzled}: scales differ"
+        here = MXFP8Buffer.empty((1000, 4096))
+        here = MXFP8Buffer(here.data, here.scale, rounding)
+        here.quantize(words.view(torch.bfloat16))
+        data, scale = (torch.full_like(part, 0xEE, device=DEVICE) for part in (here.data, here.scale))
+        kernels.quantize(words.to(DEVICE), data, scale, rounding)
+        assert torch.equal(data.cpu(), here.data), f"{rounding}: data differs"
+        assert torch.equal(scale.cpu(), here.scale), f"{rounding}: scales differ"
 
     large = (torch.randn(8192, 16384, device=DEVICE) * 0.02).to(torch.bfloat16)
     other = torch.empty_like(large)
     copied = 4 * large.numel() / timed(lambda: other.copy_(large)) / 1e9  # read and written
     figures: dict[str, object] = {"copy GB/s": copied}
-    for is_swizzled in (False, True):
-        room = MXFP8Buffer.empty((8192, 16384), is_swizzled=is_swizzled, device=DEVICE)
-        arguments = large.view(torch.int16), room.data, room.scale, Rounding.RCEIL
-        step = functools.partial(mxfp8_triton.quantize, *arguments, is_swizzled=is_swizzled)
-        kind = "swizzled" if is_swizzled else "row-major"
-        # two bytes read and one written, and a scale for 32
-        moved = large.numel() * (3 + 1 / 32) / timed(step) / 1e9
-        figures[f"{kind} GB/s"], figures[f"{kind}, of copy"] = moved, moved / copied
+    room = MXFP8Buffer.empty((8192, 16384), device=DEVICE)
+    step = functools.partial(kernels.quantize, large.view(torch.int16), room.data, room.scale, Rounding.RCEIL)
+    # two bytes read and one written, and a scale for 32
+    moved = large.numel() * (3 + 1 / 32) / timed(step) / 1e9
+    figures["row-major GB/s"], figures["row-major, of copy"] = moved, moved / copied
 
     buffer = MXFP8Buffer.empty((512, 512), device=DEVICE)
     transform = MXFP8ReshardTransform({"w"}, {"w": buffer})

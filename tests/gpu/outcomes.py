@@ -1,4 +1,4 @@
-"""What a check of scripts/gpu-check needs, and what it has found."""
+"""The requirements and results of checks of scripts/gpu-check."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 import torch
 
 MIB = 1 << 20
-CHECKS_FILE = str(Path(__file__).with_name("checks.py"))  # what a check starts for others of its processes
+CHECKS_FILE = str(Path(__file__).with_name("checks.py"))  # a check starts it for its other processes
 DEVICE = torch.device("cuda", 0)
 
 
 class Skip(Exception):
-    """A check cannot be done here; the text says why and what to do."""
+    """A check cannot run here; the text has the reason and the remedy."""
 
 
 @dataclass
 class Outcome:
-    """What a check found, if it did not raise."""
+    """The result of a check that did not raise."""
 
     figures: dict[str, object] = field(default_factory=dict)
     why: str = ""
@@ -30,7 +30,7 @@ class Outcome:
 
 
 def need(**packages: str) -> None:
-    """Raise Skip unless these modules (name=package) are there."""
+    """Raise Skip unless these modules (name=package) are installed."""
     missing = [package for module, package in packages.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise Skip(f"missing: {', '.join(missing)}; `pip install {' '.join(missing)}`, or carry wheels (--help)")

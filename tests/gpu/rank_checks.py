@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from refitd.copy_services.epoch import Epoch, Mailbox
+from refitd.copy_services import Epoch, Mailbox
 from refitd.errors import DeadlineExceeded
 from tests.gpu.outcomes import CHECKS_FILE, DEVICE, MIB, Outcome, Skip, need
 
@@ -50,7 +50,7 @@ def epoch_of(rank: int, size: int, folder: str, seconds: float) -> Epoch:
 
 
 def exchange(made: Any, seconds: float) -> dict[str, object]:
-    """Have all ranks send each other, and themselves, tensors of many kinds; return figures."""
+    """Have all ranks exchange tensors of many kinds with all ranks, including themselves; return figures."""
     me, size = made.peers.index, len(made.peers)
     torch.manual_seed(1)
     shapes = [(), (3,), (0, 4), (129, 65), (1024, 1024), (1 << 20,), (3, 5 << 20)]
@@ -64,7 +64,7 @@ def exchange(made: Any, seconds: float) -> dict[str, object]:
     ]
 
     def as_sent(value: torch.Tensor, task: int) -> torch.Tensor:
-        return value.t() if value.dim() == 2 and task % 3 == 0 else value  # some do not lie together
+        return value.t() if value.dim() == 2 and task % 3 == 0 else value  # some are not contiguous
 
     for verify in (True, False):
         landed = []
@@ -97,7 +97,7 @@ def exchange(made: Any, seconds: float) -> dict[str, object]:
 
 
 def ranks(name: str, size: int, seconds: float, environments: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """Start checks.py once a rank; return what each found, raising what stopped the first that failed."""
+    """Start checks.py once for each rank; return the results, or raise the error of the first failed rank."""
     with tempfile.TemporaryDirectory(prefix="refitd-gpu-check") as folder:
         children = [
             subprocess.Popen(
@@ -187,7 +187,7 @@ def nvshmem_two(seconds: float) -> Outcome:
 
 
 def rank_main(name: str, seconds: float, rank: int, size: int, folder: str) -> Outcome:
-    """Be one rank of a check with several."""
+    """Run one rank of a check with several ranks."""
     if name.startswith("nccl"):
         from refitd.copy_services.nccl import join as joined
     else:

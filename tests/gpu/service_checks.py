@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @contextlib.contextmanager
 def running_daemon(seconds: float, node: str = "n0", joins: str = "") -> Iterator[Daemon]:
-    """A daemon of its own, with a coordinator or that of the daemon whose endpoint is given."""
+    """Run a daemon with its own coordinator, or with that of the daemon whose endpoint is given."""
     with tempfile.TemporaryDirectory(prefix="rfg") as folder:
         Path(folder, "refitd_cli").symlink_to(ROOT / "cli")  # which is installed under this name
         path = os.pathsep.join([folder, str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -31,13 +31,13 @@ def running_daemon(seconds: float, node: str = "n0", joins: str = "") -> Iterato
 
 
 def used() -> int:
-    """Bytes of the GPU that are taken, by whomever."""
+    """Bytes of the GPU in use by any process."""
     free, total = torch.cuda.mem_get_info(0)
     return total - free
 
 
 def daemon_arenas(seconds: float, count: int = 16) -> dict[str, object]:
-    """Two shards in arenas on the GPU: swaps, a killed worker, memory given back, refusals; returns figures."""
+    """Test two shards in arenas on the GPU: swaps, a killed worker, returned memory, refusals. Return figures."""
     from refitd.errors import ArenaError, RefitFailed
 
     torch.cuda.init()
@@ -75,7 +75,7 @@ def daemon_arenas(seconds: float, count: int = 16) -> dict[str, object]:
         figures["first stage s"] = took[0]
         figures["stage GB/s"] = nbytes / statistics.median(took[1:]) / 1e9
 
-        # a worker dies while it stages: the old version stays, the arenas too, a fresh worker goes on
+        # a worker dies while it stages: the old version and the arenas survive, and a fresh worker continues
         fill(given, 5)
         workers = client.status().nodes[0].workers
         for pid in workers:
@@ -145,7 +145,7 @@ def daemon_arenas(seconds: float, count: int = 16) -> dict[str, object]:
 
 
 def daemon_crossing(seconds: float, count: int = 8) -> dict[str, object]:
-    """Two daemons on one GPU, weights in arenas at both ends, by way of gloo; one tensor is converted on its way."""
+    """Test two daemons on one GPU, with arenas at both ends, over gloo; one tensor is converted on its way."""
     import refitd
 
     torch.cuda.init()
@@ -192,7 +192,7 @@ def daemon_crossing(seconds: float, count: int = 8) -> dict[str, object]:
 
 
 def daemon_mxfp8(seconds: float, count: int = 8) -> dict[str, object]:
-    """Engines hold in MXFP8, row-major and swizzled, what arrives in bfloat16: made on the GPU, while staging."""
+    """Test engines with MXFP8 tensors, row-major and swizzled, which the GPU converts from bfloat16 while staging."""
     import refitd
 
     torch.cuda.init()

@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(count: int, seed: int) -> list[Verdict]:
-    """Judge loaders until `count` of them have run; those that raise on values are no loaders."""
+    """Judge loaders until `count` of them have run; loaders that raise on values are not counted."""
     verdicts: list[Verdict] = []
     done = 0
     while done < count:

@@ -1,4 +1,4 @@
-"""Make a random loader from a seed: parts that engines' loaders have, and parts that try to fool a trace."""
+"""Make a random loader from a seed: parts of real engines' loaders, and parts that try to mislead a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of loaders that compute, decide by values, or write around torch: a trace must not take them for copies."""
+"""Parts of loaders that compute, decide by values, or write around torch: a trace must not mistake them for copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INTEGERS = (torch.int64, torch.int32)
 
 
 def by_permutation(m: Maker) -> None:
-    """A weight indexed by a permutation of the same checkpoint, straight or by way of a tensor of the engine."""
+    """A weight indexed by a permutation of the same checkpoint, directly or through a tensor of the engine."""
     n = m.rng.randint(2, 6)
     dtype = m.rng.choice(INTEGERS)
     x, perm = m.source((n, 3)), m.source((n,), dtype, "perm")

@@ -20,7 +20,7 @@ PLAIN = {"int", "float", "str", "bool", "NoneType"}
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one loader: learned, computed (in part), refused, wrong or changed; and why."""
+    """The verdict on one loader: learned, computed (in part), refused, wrong or changed; and the reason."""
 
     seed: int
     is_benign: bool
@@ -66,7 +66,7 @@ def judge(program: Program) -> Verdict:
             if name in trace.computed:
                 continue
             meta = trace.metadata.get(name)
-            found = held[name] if meta is None else applied(meta, weights)  # a tensor outside the layout stays
+            found = held[name] if meta is None else applied(meta, weights)  # tensors outside the layout do not change
             if raw(found) != raw(truth):
                 how = "stays" if meta is None else "by the layout"
                 return verdict("wrong", f"version {version}: {name} is {truth.tolist()}, {how} {found.tolist()}")
@@ -86,7 +86,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def applied(meta: ParameterMetadata, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return what a description makes of a version: fill, boxes of canonical tensors, one rounding."""
+    """Apply a description to a version: fill, boxes of canonical tensors, one rounding."""
     shape = tuple(meta.shape)
     if meta.tiles is None:
         return weights[meta.resolved_name or meta.name].to(meta.dtype)

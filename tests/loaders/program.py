@@ -1,4 +1,4 @@
-"""A loader as source text, with the tensors that it takes and those that it writes."""
+"""A loader as source text, with the tensors that it reads and writes."""
 
 from __future__ import annotations
 

@@ -11,9 +11,7 @@ from random import Random
 from hypothesis import strategies as st
 
 from refitd.describe.layout import global_shape_of, tiles_of
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.roster import Roster
-from refitd.describe.tiles import Repeat, Tile
+from refitd.describe.metadata import ParameterMetadata, Repeat, Roster, Tile
 from tests.support.layouts import meta, replicated, rosters, tp
 
 Side = dict[int, ParameterMetadata]
@@ -43,7 +41,7 @@ def random_fleet(rng: Random) -> Fleet:
         wanted = [random_side(rng, name, shape, ranks) for ranks in random_groups(rng, other)]
         if any(m.partition_sizes for side in (*held, *wanted) for m in side.values()):
             held, wanted = [in_one_block(side) for side in held], [in_one_block(side) for side in wanted]
-            # one of them says what the parts are; whoever cuts otherwise says it in tiles
+            # one side declares its blocks; all other sides with blocks or strides use tiles
             parts = rng.choice([side for side in (*held, *wanted) if any(m.partition_sizes for m in side.values())])
             held, wanted = ([s if s is parts else in_tiles(s) for s in sides] for sides in (held, wanted))
         sources += held
@@ -55,7 +53,7 @@ def random_fleet(rng: Random) -> Fleet:
 
 
 def in_one_block(side: Side) -> Side:
-    """Say of ranks that hold one run of rows each that they do; where others declare blocks, silence means theirs."""
+    """Declare one block for ranks with one range of rows each; else they would get the blocks that others declare."""
     return {
         rank: replace(m, partition_sizes=[m.shape[m.partition_dim]])
         if m.is_tp and m.partition_stride == 1 and m.partition_sizes is None
@@ -65,7 +63,7 @@ def in_one_block(side: Side) -> Side:
 
 
 def in_tiles(side: Side) -> Side:
-    """Say in explicit tiles what a stride or several blocks say."""
+    """Declare tiles instead of a stride or several blocks."""
     return {
         rank: meta(m.name, m.shape, rank, tiles=tuple(tiles_of(m)), global_shape=global_shape_of(m))
         if m.partition_stride > 1 or len(m.partition_sizes or ()) > 1
@@ -79,7 +77,7 @@ def random_shape(rng: Random) -> tuple[int, ...]:
 
 
 def random_groups(rng: Random, ranks: Sequence[int]) -> list[list[int]]:
-    """Cut ranks into groups of which each holds the whole tensor."""
+    """Cut ranks into groups; each group has the whole tensor."""
     mixed = list(ranks)
     rng.shuffle(mixed)
     size = rng.randint(1, len(mixed))
@@ -112,7 +110,7 @@ def whole(rng: Random, name: str, shape: tuple[int, ...], ranks: Sequence[int]) 
 
 
 def boxes(rng: Random, name: str, shape: tuple[int, ...], ranks: Sequence[int]) -> Side:
-    """Cut the tensor into a grid of boxes and deal them; a rank packs its boxes one behind the other."""
+    """Cut the tensor into a grid of boxes and deal them; a rank packs its boxes one after the other."""
     cuts = [random_parts(rng, extent) for extent in shape]
     starts = [list(itertools.accumulate(parts, initial=0)) for parts in cuts]
     dealt: dict[int, list[Tile]] = {rank: [] for rank in ranks}
@@ -163,7 +161,7 @@ def run_tiles(name: str, shape: tuple[int, ...], low: int, high: int) -> list[Ti
 
 
 def strided_rows(rng: Random, name: str, shape: tuple[int, ...], ranks: Sequence[int]) -> Side:
-    """Deal rows round robin, said with a repeat: rank i holds rows i, i + n, i + 2n, ..."""
+    """Deal rows round robin, described with a repeat: rank i has rows i, i + n, i + 2n, ..."""
     world, row = len(ranks), 1
     for extent in shape[1:]:
         row *= extent

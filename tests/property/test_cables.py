@@ -1,4 +1,4 @@
-"""Cables of different speed: who sends what, in which order nodes pass it on, and how long that is said to take."""
+"""Cables of different speed: the senders, the order of relays, and the estimated time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.roster import Roster
-from refitd.plan.build import plan_copies
-from refitd.plan.cables import EQUAL, Cables, loads_of
-from refitd.plan.origins import origins_by_speed
+from refitd.describe.metadata import ParameterMetadata, Roster
+from refitd.plan.build import Remembered, plan_copies
+from refitd.plan.cost import EQUAL, Cables, loads_of
 from refitd.plan.relays import Relays
-from refitd.plan.remembered import Remembered
+from refitd.plan.replicas import origins_by_speed
 from refitd.plan.routes import routes_of
 from refitd.plan.table import CrossingTable
 
@@ -23,7 +21,7 @@ TENSORS = 32
 
 
 def whole(rank: int) -> list[ParameterMetadata]:
-    """Return what a rank holds that has all of 8 MiB."""
+    """Return the description of a rank that has all of 8 MiB."""
     return [
         ParameterMetadata(name=f"t{i:02}", shape=(1024, 128), dtype=torch.int16, element_size=2, owner_rank=rank)
         for i in range(TENSORS)
@@ -37,7 +35,7 @@ def rosters_of(sources: int, targets: int) -> list[Roster]:
 
 
 def routed(rosters: list[Roster], cables: Cables) -> tuple[CrossingTable, Relays, dict[str, int]]:
-    """Return the rows between nodes, how they are relayed, and what each node sends."""
+    """Return the rows between nodes, the relays, and the bytes that each node sends."""
     node_of = {roster.rank: roster.node for roster in rosters}
     routes = routes_of(plan_copies(rosters, cables=cables).shared, node_of, cables=cables)
     rows, relays = routes.crossing.table.whole(), routes.relays
@@ -131,7 +129,7 @@ def test_every_piece_of_a_demand_has_one_origin(speeds: list[float], pieces: lis
         assert all(of.setdefault(piece, origin) == origin for piece in range(first, end))
     load = np.zeros(len(speeds))
     np.add.at(load, [of[piece] for piece in sorted(of)], nbytes[sorted(of)])
-    # no more than if the fastest did all of it
+    # at most the time if the fastest sent all of it
     longest = load.sum() / max(speeds) + len(pieces) * nbytes.max() / min(speeds)
     assert (load / speeds).max() <= longest * (1 + 1e-9)
 

@@ -1,4 +1,4 @@
-"""Deltas of messages: whatever differs, a base and the delta make the message; a delta that does not fit is refused."""
+"""For any difference, a base and the delta make the message; a delta that does not fit is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from numpy.testing import assert_array_equal
 
-from refitd.copy_services.delta_codec import NOTE_BYTES, WORDS, Comparison, Delta, Encoding, Note, apply
+from refitd.copy_services.deltas import NOTE_BYTES, WORDS, Comparison, Delta, Encoding, Note, apply
 from refitd.errors import TransportError
 
 
@@ -91,7 +91,7 @@ def test_an_accepted_note_is_of_a_message_no_longer_than_whole(said: bytes, nbyt
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 60), st.binary(max_size=400), st.sampled_from(list(Encoding)))
 def test_a_delta_that_leaves_its_message_writes_nothing(width: int, words: int, body: bytes, form: Encoding) -> None:
-    """Whatever arrives in place of a delta either is one of this message, or leaves it as it was."""
+    """Arbitrary bytes are either a valid delta of this message, or leave the message unchanged."""
     message = np.arange(words * width, dtype=np.uint8)
     before, data = message.copy(), np.frombuffer(body, np.uint8)
     for changed in (0, 1, len(body) // (width + 1)):

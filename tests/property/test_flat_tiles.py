@@ -1,4 +1,4 @@
-"""Runs of a flattened tensor as tiles: each element once, in the order in which it lies."""
+"""Ranges of a flattened tensor as tiles: each element once, in memory order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refitd.describe.flat import flat_tiles
+from refitd.describe.dtensors import flat_tiles
 from refitd.describe.metadata import ParameterMetadata
 from refitd.testing import oracle
 

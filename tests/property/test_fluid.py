@@ -1,4 +1,4 @@
-"""Simulated flows: classes change nothing, rates are max-min fair, and what can be computed by hand comes out."""
+"""Simulated flows: classes do not change the result, rates are max-min fair, and results match hand computation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refitd.simulate.fluid import TOGETHER, Flows, simulate
+from refitd.simulate import TOGETHER, Flows, simulate
 
 
 def flows_of(rows: list[tuple[float, list[int]]], slots: int = 3) -> Flows:
@@ -54,7 +54,7 @@ def test_classes_give_what_single_flows_give(data: st.DataObject) -> None:
 
 
 def test_a_flow_that_is_held_elsewhere_leaves_its_share_to_the_others() -> None:
-    # 0 and 1 share a cable of 10; 0 gets no more than 2 through its own: 1 goes on at 8
+    # 0 and 1 share a cable of 10; 0 is limited to 2 by its own cable, so 1 gets 8
     usage = simulate(flows_of([(20, [0, 1]), (80, [1])]), np.array([2.0, 10.0]))
     assert usage.seconds == pytest.approx(10.0)
     assert usage.rates[0][usage.resource_class] == pytest.approx([2.0, 10.0])

@@ -13,7 +13,7 @@ from tests.support.coordinator_harness import Harness
 from tests.unit.test_joint_decisions import COMMIT_S, LEASE_S, MODELS, PAIRS, serving
 
 models = st.sampled_from(MODELS)
-# with these most histories come to a decision, in several orders
+# with these weights most histories reach a decision, in several orders
 onward = st.one_of(
     st.tuples(st.just("ask"), models),
     st.tuples(st.just("load"), models),
@@ -55,7 +55,7 @@ class Joint:
             case "stage":
                 h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
             case "commit":
-                h.say("n0", cluster.MemberCommitted(swap=swap, member=f"a-{model}", paused_s=0.0))
+                h.say("n0", local.CommitDone(swap=swap, member=f"a-{model}", paused_s=0.0))
             case "turn":
                 assert isinstance(about, float)
                 h.now += about
@@ -64,15 +64,15 @@ class Joint:
             case "abort":
                 h.say("n0", local.AbortSwap(model, "enough"), request=8)
             case "fail":
-                h.say("n0", cluster.StageFailed(swap=swap, where="w", reason="r"))
+                h.say("n0", cluster.StageDone(swap=swap, where="w", reason="r"))
             case "refuse":
-                h.say("n0", cluster.MemberCommitFailed(swap=swap, member=f"a-{model}", reason="no"))
+                h.say("n0", local.CommitFailed(swap=swap, member=f"a-{model}", reason="no"))
             case "leave":
-                h.say("n0", cluster.RemoveShard(member=f"a-{model}", reason="left"))
+                h.say("n0", local.Deregister(member=f"a-{model}", reason="left"))
             case "return":
                 h.add(f"a-{model}", model=model, replica="a", version=1, run="x")
             case "withdraw":
-                h.say("n0", cluster.ShardWithdrawn(member=f"src-{model}", version=2))
+                h.say("n0", local.Withdraw(member=f"src-{model}", version=2))
             case "full":
                 h.journal_error = CommitError("disk full") if about else None
         self.listen()
@@ -104,6 +104,6 @@ def test_joint_swaps_have_one_outcome_in_any_order_of_events(
     for what, about in history:
         with contextlib.suppress(KeyError):
             joint.does(what, about)
-    for _ in range(4):  # time alone ends what is left
+    for _ in range(4):  # the rest ends by timeouts
         joint.does("turn", 400.0)
     assert not any(state.running for state in joint.h.state.models.values())

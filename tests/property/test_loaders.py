@@ -1,4 +1,4 @@
-"""Layouts learned from random loaders are what the loaders do, or refused; those of engines' parts are learned."""
+"""Layouts learned from random loaders match the loaders, or are refused; those of engines' shards are learned."""
 
 from __future__ import annotations
 

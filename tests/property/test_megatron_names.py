@@ -1,4 +1,4 @@
-"""Whatever the heads, groups and TP, PP, EP: what Megatron cuts arrives in Hugging Face's tensors, byte for byte."""
+"""For any heads, groups and TP, PP, EP, Megatron's shards arrive in Hugging Face's tensors byte for byte."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refitd.mxfp8 import Rounding
-from refitd.transforms import mxfp8_format as fmt
+from refitd.mxfp8 import format as fmt
+from refitd.mxfp8.format import Rounding
 from tests.support.mxfp8 import E4M3, element_of, scale_of
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -30,7 +30,7 @@ def test_a_block_of_float32_is_rounded_as_rational_numbers_are(values: list[floa
 @settings(deadline=None, max_examples=100)
 @given(words=st.lists(st.integers(0, 0xFFFF), min_size=64, max_size=64), rounding=st.sampled_from(Rounding))
 def test_what_has_been_converted_converts_to_itself(words: list[int], rounding: Rounding) -> None:
-    """Values that came out of MXFP8 fit into it: they read the same after another conversion."""
+    """Values converted from MXFP8 are exact in it: a second conversion does not change them."""
     found = np.array([words], np.uint16)
     codes, scales, back, again = (np.empty(shape, kind) for shape, kind in (
         ((1, 64), np.uint8), ((1, 2), np.uint8), ((1, 64), np.uint16), ((1, 64), np.uint16),

@@ -1,4 +1,4 @@
-"""What crosses to a node once, is passed on to other nodes, and is copied onward there is what every rank wants."""
+"""Relays and onward copies: each row crosses to a node once, and every rank gets the elements that it needs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refitd.describe.layout import tiles_of
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.roster import Roster
-from refitd.describe.tiles import Tile
-from refitd.plan import intersect
+from refitd.describe.metadata import ParameterMetadata, Roster, Tile
+from refitd.plan import boxes
+from refitd.plan.between_nodes import ONCE
 from refitd.plan.build import plan_copies
-from refitd.plan.bundles import ONCE
-from refitd.plan.cables import EQUAL, Cables
+from refitd.plan.cost import EQUAL, Cables
 from refitd.plan.relays import Relays
 from refitd.plan.routes import Routes, routes_of
 from refitd.plan.table import CopyTable, CrossingTable
@@ -57,7 +55,7 @@ SPEEDS = st.sampled_from([1e8, 2.5e7, 3e9])
 
 @st.composite
 def fleets(draw: st.DrawFn) -> tuple[list[Roster], dict[int, str], Cables]:
-    """Sources and replicas, each split by a number of its own, over nodes with cables of their own."""
+    """Sources and replicas, each with its own number of shards, over nodes with their own cables."""
     rosters: list[Roster] = []
     sizes = [draw(st.sampled_from([1, 2])), *draw(st.lists(st.sampled_from([1, 2, 2, 3, 4]), min_size=1, max_size=6))]
     usual = draw(DIMS)
@@ -89,7 +87,7 @@ def perform(
 
 
 def check_paths(rows: CrossingTable, relays: Relays, crossing: CopyTable, node_of: dict[int, str]) -> None:
-    """See that paths cross each cable as predicted, and that all hops of a path have the same rows in one order."""
+    """Check that paths use each cable as predicted, and that all hops of a path have the same rows in one order."""
     assert sorted(rows.task_id.tolist()) == sorted(crossing.task_id.tolist())
     for path, said in enumerate(relays.paths, 1):
         on = rows.select(rows.path == path)
@@ -102,7 +100,7 @@ def check_paths(rows: CrossingTable, relays: Relays, crossing: CopyTable, node_o
     assert set(rows.path.tolist()) <= set(range(len(relays.paths) + 1))
     assert not rows.is_relayed[rows.path == 0].any()
     for busiest, found in ((relays.bytes, rows), (relays.direct_bytes, crossing)):
-        if not busiest:  # nothing is needed by several nodes
+        if not busiest:  # no row is needed by several nodes
             assert not relays.paths
             continue
         through: Counter[tuple[str, str]] = Counter()
@@ -121,7 +119,7 @@ def elements(crossing: CopyTable, i: int) -> list[int]:
 def check_once(
     crossing: CopyTable, rosters: list[Roster], node_of: dict[int, str], shapes: dict[str, tuple[int, ...]]
 ) -> Counter[tuple[str, int, int]]:
-    """See that hardly any byte crosses to a node twice. Returns how often each rank sends each element to each node."""
+    """Check that hardly any byte crosses to a node twice. Return how often each (node, rank, element) is sent."""
     whole = oracle.canonical_tensors(shapes)
     canonical = {(r.rank, m.name): oracle.local_tensor(m, r.rank, whole) for r in rosters for m in r.source}
     sent: Counter[tuple[str, int, int]] = Counter()
@@ -164,7 +162,7 @@ def test_every_rank_gets_its_slices(fleet: tuple[list[Roster], dict[int, str], C
 
 
 def check_written(routes: Routes, rosters: list[Roster], shapes: dict[str, tuple[int, ...]]) -> None:
-    """See that every rank has its slices once all has been copied where it runs."""
+    """Check that every rank has its slices after all copies on its node."""
     inner, rows, onward = (each.table.whole() for each in (routes.inner, routes.crossing, routes.onward))
     whole = oracle.canonical_tensors(shapes)
     sources = {(r.rank, m.name): oracle.local_tensor(m, r.rank, whole) for r in rosters for m in r.source}
@@ -179,7 +177,7 @@ def check_written(routes: Routes, rosters: list[Roster], shapes: dict[str, tuple
 
 
 def with_more(rng: Random, roster: Roster, shapes: dict[str, tuple[int, ...]], node: str) -> Roster:
-    """Return the roster on a node; it may want tensors once more, which lie otherwise there."""
+    """Return the roster on a node; some of its tensors may be needed a second time, in another layout."""
     more = []
     for m in roster.destination:
         if rng.random() < 0.3:
@@ -198,7 +196,7 @@ def test_whatever_is_cut_in_whatever_way_and_wanted_however_often_crosses_once(r
     nodes = rng.randint(1, 4)
     rosters = [with_more(rng, roster, fleet.shapes, f"n{rng.randrange(nodes)}") for roster in fleet.rosters]
     node_of = {roster.rank: roster.node for roster in rosters}
-    with mock.patch.object(intersect, "FEW", 1 << 20):
+    with mock.patch.object(boxes, "FEW", 1 << 20):
         plan = plan_copies(rosters)
         assert plan.digest == plan_copies(rosters[::-1]).digest
     oracle.check(plan.table, rosters, fleet.shapes, plan.fills)
@@ -207,7 +205,7 @@ def test_whatever_is_cut_in_whatever_way_and_wanted_however_often_crosses_once(r
 
 
 def test_what_one_engine_holds_in_a_row_and_another_in_pieces_crosses_once() -> None:
-    """They could not be joined alike: the rows of one were longer than those of the other, and both crossed."""
+    """Regression: the engines have rows of different lengths, which were coalesced differently and both sent."""
     pieces = tuple(Tile("w", (4 * i, 0), (4, 8), 32 * at, (8, 1)) for i, at in enumerate((2, 0, 1)))
     rosters = [
         *(Roster(rank, source=[meta("w", (12, 8), rank)], node="t") for rank in range(2)),
@@ -250,7 +248,7 @@ def test_little_goes_directly() -> None:
 
 
 def test_nodes_that_hold_no_base_come_last() -> None:
-    """What comes after them would come whole, too."""
+    """Nodes behind them on the path would also get full versions."""
     rosters = [
         Roster(0, source=tall({"t": 2048}, 0)),
         *(Roster(i, destination=tall({"t": 2048}, i)) for i in range(1, 5)),

@@ -1,4 +1,4 @@
-"""Whatever the layouts and whatever part is offered: that part arrives exactly, and nothing else is written."""
+"""For any layouts and any offered part, exactly that part arrives and no other element is written."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from refitd.client.kept import Keeps, kept_tensor, offered_by
-from refitd.coordinator.partial import part_problems
+from refitd.client.given import Keeps, kept_tensor, offered_by
+from refitd.coordinator.eligibility import part_problems
 from refitd.describe.layout import canonical_name
 from refitd.plan.build import plan_copies
 from refitd.protocol.shards import shard_of
@@ -45,11 +45,11 @@ def test_what_is_offered_arrives_and_the_rest_is_kept(fleet: Fleet, seed: int) -
     ]
     assert part_problems(sources, shards) == []
     plan = plan_copies(taking)
-    oracle.check(plan.table, taking, fleet.shapes, plan.fills)  # each element of what is offered, once
+    oracle.check(plan.table, taking, fleet.shapes, plan.fills)  # each offered element once
     written = {plan.table.locals[i] for i in np.unique(plan.table.dst_local).tolist()}
     written |= {plan.fills.locals[i] for i in np.unique(plan.fills.local).tolist()}
     assert written <= offered
-    # kept and offered afterwards, or no part any more: refused
+    # refused: tensors that targets keep but sources offer now, and sources that no longer declare a partial offer
     if any(kept):
         everything = [shard_of(r.source, is_partial=True) for r in fleet.rosters if r.source]
         assert "which the sources offer" in part_problems(everything, shards)[0]

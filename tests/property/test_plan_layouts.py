@@ -1,4 +1,4 @@
-"""Whatever the layouts: the plan gives each destination exactly what slicing the whole tensor gives it."""
+"""For any layouts, the plan gives each destination exactly the slice of the whole tensor."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from refitd import ParameterMetadata, PlanError, ReshardPlan, Roster, plan_reshard
+from refitd.inprocess.one_parameter import Transfer, plan_lcm_transfers, sharding_descriptors
 from refitd.plan.build import plan_copies
-from refitd.plan.fills import FillTable
-from refitd.plan.lcm import Transfer, plan_lcm_transfers, sharding_descriptors
 from refitd.plan.shared import GlobalPlan, Planner
-from refitd.plan.table import CopyTable
-from refitd.plan.validate import violations
+from refitd.plan.table import CopyTable, FillTable
 from refitd.testing import oracle
 from tests.property.layouts import Fleet, fleets
 from tests.support.layouts import rosters, tp
+from tests.support.plans import violations
 
 
 def some(examples: int) -> settings:

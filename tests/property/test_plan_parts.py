@@ -1,27 +1,25 @@
-"""Plans in parts: what a node puts together is byte for byte what it would be sent whole, whoever came or went."""
+"""Plans in parts: a node assembles byte for byte the plan that it would get in full, after any ranks joined or left."""
 
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refitd.coordinator.membership import Membership
-from refitd.coordinator.plan_parts import HeldParts
-from refitd.coordinator.plans import LoadedPlan, PlanMemory, make_plan, routed
-from refitd.daemon.plan_parts import KeptParts, Missing, NodeTables
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.roster import Roster
+from refitd.coordinator.plans import HeldParts, LoadedPlan, PlanMemory, make_plan, routed
+from refitd.daemon.plans import KeptParts, Missing, NodeTables
+from refitd.describe.metadata import ParameterMetadata, Roster
 from refitd.plan.build import plan_copies
 from refitd.plan.routes import routes_of
 from refitd.plan.table import CopyTable
 from refitd.protocol.base import Secret
-from refitd.protocol.cluster import EpochPlan, LoadPlan, LoadShare
+from refitd.protocol.cluster import EpochPlan, LoadPlan
+from tests.support.shares import Shares, rows_at
 
 SHAPES = {"a": (8, 12), "b": (24,), "c": (4, 8, 8)}
-FLEET = Membership("m", auto_swap=False)
 
 Pool = tuple[int, int]  # (ranks, a dimension that they split)
 
@@ -81,19 +79,19 @@ def test_parts_hold_no_more_rows_than_the_table(pools: list[Pool], nodes: list[i
 
 
 class Node:
-    """A node's daemon, as far as plans go, and what the coordinator takes it to hold."""
+    """A node's daemon as far as plans go, and the plan parts that the coordinator believes it has."""
 
-    def __init__(self, max_bytes: int, *, takes_shares: bool = True) -> None:
-        self.held, self.kept = HeldParts(takes_shares=takes_shares), KeptParts(max_bytes)
+    def __init__(self, max_bytes: int) -> None:
+        self.held, self.kept, self.shares = HeldParts(), KeptParts(max_bytes), Shares()
 
-    def load(self, plan: LoadedPlan, name: str) -> tuple[NodeTables, LoadPlan, LoadPlan | LoadShare]:
-        """Return the node's rows, the plan that it reads them of, and the message that it was sent."""
+    def load(self, plan: LoadedPlan, name: str) -> tuple[NodeTables, LoadPlan]:
+        """Return the node's rows, and the message that the coordinator sent."""
         for _ in range(2):
-            message = plan.message("m", FLEET, name, self.held)
-            load = self.kept.unfolded(message)
-            found = load if isinstance(load, Missing) else self.kept.tables(load)
-            if not isinstance(load, Missing) and not isinstance(found, Missing):
-                return found, load, message
+            message = plan.message("m", (), name, self.held)
+            found = self.kept.tables(message)
+            if not isinstance(found, Missing):
+                self.shares |= message.given
+                return found, message
             self.held.forget()
         raise AssertionError("it lacks what it was given")
 
@@ -102,31 +100,36 @@ class Node:
 @given(
     st.lists(st.tuples(POOLS, NODES), min_size=2, max_size=4),
     st.sampled_from([0, 3000, 1 << 20]),
-    st.booleans(),
     st.data(),
 )
 def test_a_node_has_the_same_plan_whatever_it_had_and_has_lost(
-    fleets: list[tuple[list[Pool], list[int]]], max_bytes: int, takes_shares: bool, data: st.DataObject
+    fleets: list[tuple[list[Pool], list[int]]], max_bytes: int, data: st.DataObject
 ) -> None:
     nodes: dict[str, Node] = {}
     for number, (pools, places) in enumerate(fleets):
         plan = plan_of(rosters(pools, places), number)
         for name in sorted(set(plan.routed.node_of.values())):
-            node = nodes.setdefault(name, Node(max_bytes, takes_shares=takes_shares))
+            node = nodes.setdefault(name, Node(max_bytes))
             if data.draw(st.booleans()):
-                node.kept = KeptParts(max_bytes)  # as if its daemon had lost them, and the coordinator did not know
-            (found, load, _), asked = node.load(plan, name), plan.message("m", FLEET, name, None)
-            assert isinstance(asked, LoadPlan)
-            whole = KeptParts().tables(asked)
+                node.kept = KeptParts(max_bytes)  # as if its daemon had lost them without the coordinator's knowledge
+            found, _ = node.load(plan, name)
+            whole = KeptParts().tables(plan.message("m", (), name, HeldParts()))
             assert isinstance(whole, NodeTables)
-            assert not load.table and found.epoch == whole.epoch
-            for said in ("plan", "model", "ranks", "members", "crossing_nodes", "seeds"):
-                assert getattr(load, said) == getattr(asked, said)
+            for table, shared in (("table", plan.routed.inner), ("fills", plan.routed.fills)):
+                assert same_rows(getattr(whole, table), rows_at(shared, name))
+            if found.epoch is not None:
+                for table, shared in (("crossing", plan.routed.crossing), ("onward", plan.routed.onward)):
+                    assert same_rows(getattr(whole, table), rows_at(shared, name))
             for field in fields(NodeTables):
                 one, other = getattr(found, field.name), getattr(whole, field.name)
-                if field.name != "epoch":
-                    assert (one is None) == (other is None)
-                    assert one is None or one.to_wire() == other.to_wire()
+                if hasattr(one, "to_wire"):
+                    one, other = one.to_wire(), other.to_wire()
+                assert one == other, field.name
+
+
+def same_rows(found: Any, want: Any) -> bool:
+    """Whether a node's table, None without rows, has these rows."""
+    return len(want) == 0 if found is None or not len(found) else found.to_wire() == want.with_own_names().to_wire()
 
 
 def plan_of(found: list[Roster], number: int = 0) -> LoadedPlan:
@@ -146,7 +149,7 @@ def test_a_whole_message_has_the_rows_of_the_plan() -> None:
     for node in ("n0", "n1", "n2"):
         inner = [i for i in range(len(whole.table)) if {plan.routed.node_of[int(whole.table.src_rank[i])]} == {node}]
         inner = [i for i in inner if plan.routed.node_of[int(whole.table.dst_rank[i])] == node]
-        assert same(shares.inner.rows(node), whole.table.select(np.array(inner, np.int64)))
+        assert same(rows_at(shares.inner, node), whole.table.select(np.array(inner, np.int64)))
 
 
 def test_a_replica_that_joins_changes_little_of_what_is_sent() -> None:
@@ -158,15 +161,12 @@ def test_a_replica_that_joins_changes_little_of_what_is_sent() -> None:
     nodes = {name: Node(1 << 20) for name in set(after.routed.node_of.values())}
     first = {name: node.load(before, name) for name, node in nodes.items() if name != "n13"}
     again = {name: node.load(after, name) for name, node in nodes.items()}
-    given = [sum(map(len, load.given.values())) for _, load, _ in (*first.values(), *again.values())]
+    given = [sum(map(len, load.given.values())) for _, load in (*first.values(), *again.values())]
     assert sum(given[:13]) > 2 * sum(given[13:])
-    unchanged = [name for name in first if not set(again[name][1].parts) - set(first[name][1].parts)]
-    assert len(unchanged) >= 12 and all(not set(again[name][1].given) & set(again[name][1].parts) for name in unchanged)
-    messages = [(one, other) for (_, _, one), (_, _, other) in ((first[name], again[name]) for name in first)]
-    same = [(one, other) for one, other in messages if isinstance(one, LoadShare) and isinstance(other, LoadShare)]
-    same = [(one, other) for one, other in same if (one.share, one.ranks) == (other.share, other.ranks)]
+    pairs = [(first[name][1], again[name][1]) for name in first]
+    same = [(one, other) for one, other in pairs if (one.share, one.ranks) == (other.share, other.ranks)]
     assert len(same) == 12, "all but the source's node"
-    # a node for which nothing changes hears of another epoch alone: its nodes, in parts
+    # a node without changes receives only the new epoch: its nodes, in parts
     assert all(other.epoch_parts in other.given and len(other.given) == 2 for _, other in same)
 
 

@@ -1,4 +1,4 @@
-"""Regions: the same elements in each group, and each pair of ranks is compared in all that both hold."""
+"""Each group of a region has the same elements, and each pair of ranks is compared in all elements that both have."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from refitd.describe.layout import tiles_of
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.roster import Roster
+from refitd.describe.metadata import ParameterMetadata, Roster
 from refitd.errors import PlanError
 from refitd.plan.build import plan_copies
 from refitd.plan.completion import completed
-from refitd.plan.regions import RegionTable
+from refitd.plan.table import RegionTable
 from refitd.protocol.shards import metadata_of, shard_of
 
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[ParameterMetadata]]:
-    """A shape, and the weight held once in each of several ways: whole, or split with a stride, or told in tiles."""
+    """A shape, and descriptions of one weight in several cuts: whole, split with a stride, or as tiles."""
     shape = tuple(draw(st.lists(st.sampled_from([1, 4, 6, 12]), min_size=1, max_size=3)))
     metas: list[ParameterMetadata] = []
     for _ in range(draw(st.integers(1, 4))):
@@ -97,7 +96,7 @@ def test_groups_hold_the_same_elements_and_leave_out_none_that_two_ranks_hold(
     ranks = len(metas)
     wanted = ParameterMetadata("w", shape, torch.int16, 2, owner_rank=ranks)
     rosters, _ = completed([*(Roster(m.owner_rank, (m,)) for m in metas), Roster(ranks, destination=(wanted,))])
-    metas = [roster.source[0] for roster in rosters[:ranks]]  # who says nothing of blocks goes by who does
+    metas = [roster.source[0] for roster in rosters[:ranks]]  # some get the blocks of other ranks
     if travels:  # as the coordinator reads it
         rosters = [Roster(r.rank, metadata_of(shard_of(r.source), r.rank), r.destination) for r in rosters]
     try:

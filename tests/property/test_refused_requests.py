@@ -1,4 +1,4 @@
-"""A refused request changes nothing: whatever the state, whoever asks, of the daemon and of the coordinator."""
+"""A refused request changes no state of the daemon or the coordinator, in any state and from any client."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def some(kind: type[M], seed: int, **known: object) -> M | None:
 
 
 registered = Harness().ask(TARGET)
-assert isinstance(registered, local.TargetRegistered)
+assert isinstance(registered, local.Registered)
 SHARD_BYTES = registered.nbytes
 
-# What a request that the daemon refuses may change, and why.
+# State that a request refused by the daemon may change, with the reason.
 OF_DAEMON = {
     "DaemonState.refused": "status shows registrations that were refused",
     "CoordinatorLink.now": "time passes",
@@ -52,17 +52,20 @@ OF_DAEMON = {
     "CoordinatorLink._numbers": "it numbers requests and registrations; one that is used up is missed by nobody",
     "LocalArenas._tickets": "likewise",
     "Permits._tokens": "likewise: a registration that the coordinator refuses had a permit, of which nobody was told",
-    "LocalMember.is_told": "the coordinator was told where targets stand, and knows it though it refuses the request",
+    "DaemonState.untold": "the coordinator was told where targets stand, and knows it though it refuses the request",
     "LocalRegistrations._described": "the coordinator was told of the tensors, though it refuses the rank",
 }
-# A publish that is refused gives its slot back, to whoever waits for one: nothing is written to it any more.
-OF_PUBLISH = {"Slot.writing", "LocalMember.waiting", "LocalMember.may_drop", "LocalMember.lagging"}
+# A refused publish frees its slot for waiting members. The slot is not written afterwards.
+OF_PUBLISH = {"Slot.writing", "SourceSide.waiting", "SourceSide.may_drop", "SourceSide.lagging"}
 
 
 class WatchedHarness(Harness):
     """Compares the daemon before and after every request that it refuses, by itself or for the coordinator."""
 
     def ask(self, message: local.ClientRequest, session: int = 1) -> object:
+        if isinstance(message, local.Restored) and self.refuse_with is not None:
+            # a returning rank that the coordinator refuses leaves, and its arenas are retained again
+            return super().ask(message, session)
         leave_out = {*OF_DAEMON, *(OF_PUBLISH if isinstance(message, local.Publish) else ())}
         before = snapshot(self.daemon, leave_out)
         answer = super().ask(message, session)
@@ -72,7 +75,7 @@ class WatchedHarness(Harness):
 
 
 class RefusingDaemon(DaemonMachine):
-    """A daemon with little room, which keeps what an engine that has died has left."""
+    """A daemon with little room, which retains the arenas of dead engines."""
 
     def harness(self) -> Harness:
         h = WatchedHarness(max_arena_bytes=6 * SHARD_BYTES, keep_targets_s=60.0)
@@ -127,9 +130,9 @@ class RefusingDaemon(DaemonMachine):
         granted = self.h.ask(local.BeginPublish(member=name, version=version, timeout_s=5.0), session)
         slot = granted.slot if isinstance(granted, local.SlotGranted) else 0
         self.h.refuse_with = local.Failure(code="refused", message="no") if refuses else None
-        self.h.ask(local.Publish(member=name, version=version, slot=slot, reason="y", is_anew=True), session)
-        self.h.ask(local.Publish(member=name, version=version, slot=slot, reason="x"), session)
-        self.h.ask(local.Lend(member=name, version=version, addresses=(1,) * version, reason="z"), session)
+        self.h.ask(local.Publish(member=name, version=version, slot=slot, is_anew=True), session)
+        self.h.ask(local.Publish(member=name, version=version, slot=slot), session)
+        self.h.ask(local.Publish(member=name, version=version), session)
         self.h.refuse_with = None
 
     @rule(
@@ -152,34 +155,33 @@ class RefusingDaemon(DaemonMachine):
         self.h.refuse_with = None
 
     def teardown(self) -> None:
-        pass  # what is kept belongs to nobody
+        pass  # the base class checks for leftovers; this machine keeps some
 
 
 TestDaemon = case_of(RefusingDaemon, examples=40, steps=30)
 
 
-# What a request that the coordinator refuses may change, and why.
+# State that a request refused by the coordinator may change, with the reason.
 OF_COORDINATOR = {
     "Node.last_heard": "a daemon that is refused something is alive",
-    "WatchedCoordinator._numbers": "it numbers checks; one that is used up is missed by nobody",
-    "Planning._tickets": "likewise of plans",
-    "Planning._kept": "remembers what was planned, and is asked before it is planned again",
-    "Planning.reader": "likewise of descriptions",
-    "Model.compared": "likewise of comparisons of sources",
-    "LiveVersions.past": "the journal, which no request changes but by Decide and Remember",
-    "WatchedCoordinator._config": "never changes",
-    "Swaps._config": "never changes",
+    "WatchedCoordinator.numbers": "it numbers checks and plans; one that is used up is missed by nobody",
+    "WatchedCoordinator.plans": "remembers what was planned, and is asked before it is planned again",
+    "Descriptions.reader": "likewise of descriptions",
+    "Membership.compared": "likewise of comparisons of sources",
+    "WatchedCoordinator.past": "the journal, which no request changes but by Decide and Remember",
+    "LiveVersions.past": "likewise",
+    "WatchedCoordinator.config": "never changes",
 }
 
 
 class WatchedCoordinator(CoordinatorState):
     """Compares itself before and after every request that it refuses."""
 
-    def handle(self, event: coordinator_act.Event, now: float) -> list[coordinator_act.Instruction]:
+    def handle(self, event: coordinator_act.Event, now: float, wall: float = 0.0) -> list[coordinator_act.Instruction]:
         if not isinstance(event, coordinator_act.FromNode):
-            return super().handle(event, now)
+            return super().handle(event, now, wall)
         before = snapshot(self, OF_COORDINATOR)
-        done = super().handle(event, now)
+        done = super().handle(event, now, wall)
         for one in done:
             if (
                 isinstance(one, coordinator_act.Send)
@@ -191,25 +193,25 @@ class WatchedCoordinator(CoordinatorState):
         return done
 
 
-# What the machine's own daemons say when it is true, and never otherwise: its invariants are about that.
+# Messages that the machine's own daemons send only if they are true; the machine's invariants rely on that.
 ONLY_IF_TRUE = {
     cluster.NodeHello,
     cluster.AddShard,
-    cluster.RemoveShard,
-    cluster.ShardWithdrawn,
+    local.Deregister,
+    local.Withdraw,
     cluster.StageDone,
 }
 
 
 class RefusingCoordinator(CoordinatorMachine):
-    """The same cluster, in which daemons also ask for what cannot be."""
+    """The same cluster, with daemons that also send invalid requests."""
 
     coordinator = WatchedCoordinator
 
     def say(self, sim: Sim, message: cluster.NodeMessage, request: int = 0) -> None:
         if not hasattr(self, "requests"):
             self.requests = itertools.count(100)
-        super().say(sim, message, next(self.requests))  # each with a number of its own
+        super().say(sim, message, next(self.requests))  # a separate number for each
 
     @rule(node=st.sampled_from(NODES), number=st.integers(0, 3), what=st.integers(0, 15))
     def somebody_asks_for_what_cannot_be(self, node: str, number: int, what: int) -> None:
@@ -224,9 +226,9 @@ class RefusingCoordinator(CoordinatorMachine):
             structs.replace(source, rank=3, world_size=2),
             structs.replace(source, model=other, digest="nobody has described it"),
             structs.replace(source, model=other, role="target", replica="r", digest="nobody has described it"),
-            cluster.ShardPublished(member="src", version=self.version + 1 + number, is_anew=True),
-            cluster.ShardPublished(member=other, version=1),
-            cluster.WantsRoom(member=other, version=1, slots=2),
+            local.Publish(member="src", version=self.version + 1 + number, is_anew=True),
+            local.Publish(member=other, version=1),
+            local.BeginPublish(member=other, version=1, slots=2),
             cluster.NodeUpdate(status=status),
             cluster.DescribeShard(digest="another", packed=b"damaged"),
             local.StartSwap(model="m", version=99 + number),

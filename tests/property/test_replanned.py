@@ -1,4 +1,4 @@
-"""A fleet that is planned anew, again and again: whatever is remembered of the plans before, the plan is the same."""
+"""Plans of a changing fleet: the memory of earlier plans does not change the next plan."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refitd.coordinator.plans import LoadedPlan, PlanMemory, make_plan
-from refitd.describe.compact import without_ranks
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.roster import Roster
+from refitd.describe.layout import without_ranks
+from refitd.describe.metadata import ParameterMetadata, Roster
+from tests.support.shares import rows_at
 
 SHAPES = {"a": (1024, 1536), "b": (24,), "c": (4, 1024, 512)}  # large enough for paths
 
 Pool = tuple[int, int, int]  # (ranks, a dimension that they split, its first node)
 
 
-@cache  # ranks of the same description share it, as those of `ShardReader` do
+@cache  # cached, because `ShardReader` also shares one description between ranks
 def described(position: int, size: int, dim: int) -> tuple[ParameterMetadata, ...]:
     found = []
     for name, shape in SHAPES.items():
@@ -53,13 +53,13 @@ def rosters(trainers: list[Pool], engines: list[Pool]) -> list[Roster]:
 
 
 def shown(plan: LoadedPlan) -> dict[str, object]:
-    """Return all that the plan's messages and reports are made of."""
+    """Return the contents of the plan's messages and reports."""
     routed, found = plan.routed, dict[str, object]()
     for name in ("inner", "crossing", "onward", "fills"):
         table = getattr(routed, name)
         found[f"{name}: parts"] = [part.digest for part in table.packed]
         found[f"{name}: uses"] = {node: table.at(node).to_wire() for node in set(routed.node_of.values())}
-        found[f"{name}: rows"] = {node: table.rows(node).to_wire() for node in set(routed.node_of.values())}
+        found[f"{name}: rows"] = {node: rows_at(table, node).to_wire() for node in set(routed.node_of.values())}
     traffic = {name: value.tolist() for name, value in vars(plan.traffic).items() if isinstance(value, np.ndarray)}
     links = routed.links.by_nodes()
     into = {(source, node): n for _, node in links for source, n in routed.links.into(node).items()}
@@ -100,6 +100,6 @@ def test_what_is_made_of_rows_is_made_once_while_engines_come_and_go() -> None:
     memory, trainers = PlanMemory(), [(4, 0, 0)]
     engines = [(2, 1, 10 + node) for node in range(6)]
     before = make_plan(rosters(trainers, engines), memory)
-    make_plan(rosters(trainers, [(2, 0, 10)]), memory)  # somebody joins, and is planned for alone
+    make_plan(rosters(trainers, [(2, 0, 10)]), memory)  # a rank joins, and is planned for alone
     after = make_plan(rosters(trainers, engines[:2] + engines[3:]), memory)
     assert after.routed.crossing.table.parts is before.routed.crossing.table.parts

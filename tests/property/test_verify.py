@@ -1,6 +1,6 @@
-"""Whatever is done to a live tensor is found, and the named slice holds it: daemon, worker and client without sockets.
+"""Every change to a live tensor is found, in the slice that is named: daemon, worker and client without sockets.
 
-The daemon's Proofs, a worker's digests and a client's checks are the real ones; messages are handed over by the test.
+The daemon's Proofs, a worker's digests and a client's checks are the real ones; the test delivers messages.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tests.support.proofs import DTYPES, Node, Shapes
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that tensors of some hundred bytes have several blocks, runs and chunks."""
+    """Shrink blocks, to give tensors of some hundred bytes several blocks, runs and chunks."""
     monkeypatch.setattr(blocks, "MIN_BLOCK_BYTES", 64)
     monkeypatch.setattr(blocks, "CHUNK_BYTES", 24)
-    monkeypatch.setattr("refitd.daemon.blocks.RUN_BYTES", 300)
+    monkeypatch.setattr("refitd.daemon.digest_work.RUN_BYTES", 300)
 
 
 @st.composite
@@ -32,7 +32,7 @@ def shapes(draw: st.DrawFn) -> Shapes:
 
 
 def _changed(data: st.DataObject, was: np.ndarray) -> np.ndarray:
-    """Elements of a tensor after an accident of any size, anywhere."""
+    """Elements of a tensor after random damage of any size, anywhere."""
     count = len(was)
     first = data.draw(st.integers(0, count - 1), "first")
     size = data.draw(st.integers(1, count - first), "size")

@@ -25,10 +25,10 @@ class NotAllowed(Exception):
 
 
 class Container:
-    """Boots a root folder with systemd in namespaces of its own; all of it ends with the `with` block."""
+    """Boots a root folder with systemd in separate namespaces, and stops it when the `with` block ends."""
 
     def __init__(self, root: Path, shown: dict[Path, str]) -> None:
-        """Name the folder, and what of this machine is shown in it, read-only."""
+        """Set the root folder, and the paths of this machine to mount in it read-only."""
         self._root, self._shown = root, shown
         self._process: subprocess.Popen[bytes] | None = None
         self._said: IO[bytes] | None = None
@@ -36,7 +36,7 @@ class Container:
 
     def __enter__(self) -> Self:
         binds = [f"--bind-ro={here}:{there}" for here, there in self._shown.items()]
-        # --volatile: what a run writes is gone afterwards
+        # --volatile: files that a run writes are dropped at its end
         command = [
             *(
                 "systemd-nspawn",

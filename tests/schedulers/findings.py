@@ -1,4 +1,4 @@
-"""What was tried and what was seen, as lines on stderr while it runs and as a table afterwards."""
+"""Record what each trial expected and saw: lines on stderr during the run, and a table at its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 @dataclass
 class Findings:
-    """Rows of (what has to hold, what was seen, whether it held)."""
+    """Rows of (expectation, observation, whether it was met)."""
 
     rows: list[tuple[str, str, bool]] = field(default_factory=list)
 

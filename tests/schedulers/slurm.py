@@ -1,4 +1,4 @@
-"""scripts/try-slurm: configs/slurm-launch.sh under a real Slurm of three nodes, through what ends a job."""
+"""scripts/try-slurm: configs/slurm-launch.sh under a real Slurm of three nodes, with jobs that end in every way."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ systemd-run --quiet --unit=slurmd-$1 -p Delegate=yes -p NetworkNamespacePath=/ru
 
 
 class Trial:
-    """A cluster, and what is seen of its jobs."""
+    """A cluster, and the findings on its jobs."""
 
     def __init__(self, container: Container) -> None:
         self.do, self.found = container, Findings()
@@ -108,7 +108,7 @@ class Trial:
         return self.state(job), self.output(job)
 
     def left(self) -> str:
-        """What jobs have left: processes, and folders in the nodes' /tmp."""
+        """Return leftovers of jobs: processes, and folders in the nodes' /tmp."""
         self.do.until(lambda: not self.do("pgrep", "-u", "refitd").stdout, 10)
         processes = self.do("ps", "-u", "refitd", "-o", "pid=,args=").stdout.strip()
         folders = self.do(

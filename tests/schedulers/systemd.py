@@ -1,4 +1,4 @@
-"""scripts/try-systemd: the units of configs/ under a real systemd, through what befalls a service."""
+"""scripts/try-systemd: the units of configs/ under a real systemd, through restarts and failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 PROGRAMS = Path(__file__).parent / "programs"
 WAIT_S = 60.0
-# The units' own are 180 and 30 s: what happens is the same, sooner.
+# Shorter than the units' 180 and 30 s, to see the same events sooner.
 SHORT_WATCHDOG = "[Service]\nWatchdogSec=6\n"
 INTRO = (
     "configs/refitd.service and configs/refitd-coordinator.service, as they are, under systemd {systemd} of a booted "
@@ -25,7 +25,7 @@ INTRO = (
 
 
 class Trial:
-    """One booted container and what is seen in it."""
+    """One booted container, and the findings in it."""
 
     def __init__(self, container: Container) -> None:
         self.do, self.found = container, Findings()
@@ -40,7 +40,7 @@ class Trial:
         return self.do("refitctl", *words, user="refitd", REFITD_RUNTIME_DIR="/run/refitd", COLUMNS="200")
 
     def begin(self, name: str) -> None:
-        """Start one of the programs as the units' user, as a unit of its own."""
+        """Start one of the programs as the units' user, in a separate unit."""
         self.do.must(
             *("systemd-run", "--quiet", f"--unit={name}", "--uid=refitd", "--setenv=REFITD_RUNTIME_DIR=/run/refitd"),
             *("/opt/refitd/bin/python", f"/programs/{name}.py"),
@@ -50,12 +50,12 @@ class Trial:
         return self.do.must("journalctl", "--no-pager", "--output=cat", "-u", unit, *words)
 
     def now(self) -> str:
-        """The time from which on a journal is asked; a line of the same second must not count."""
+        """Return the time from which to read a journal; it excludes lines of the previous second."""
         time.sleep(1.1)
         return self.do.must("date", "+%Y-%m-%d %H:%M:%S").strip()
 
     def swap(self) -> tuple[bool, str]:
-        """Swap to the newest version, once everybody is there; return whether the engine says that it serves it."""
+        """Once all processes are connected, swap to the newest version. Return whether the engine reports it."""
         deadline = time.monotonic() + WAIT_S
         while (
             done := self.ctl("swap", "policy", "--json", "--timeout", "30")
@@ -108,9 +108,9 @@ def healthy(t: Trial) -> None:
     t.found.saw("hardened as it is, it takes a trainer and an engine, and swaps", seen, served)
     lent = t.do("python", "/programs/lender.py", user="refitd", REFITD_RUNTIME_DIR="/run/refitd")
     t.found.saw(
-        "its workers pull a lent version out of the trainer's memory",
+        "its workers read a lent version in the trainer's arena",
         lent.stdout + lent.stderr[-300:],
-        "committed pulled" in lent.stdout,
+        "committed arena" in lent.stdout,
     )
     proven = t.ctl("verify", "policy")
     t.found.saw(
@@ -150,7 +150,7 @@ def reload(t: Trial) -> None:
 
 
 def restarted(t: Trial, how: str, end: tuple[str, ...], expected: str) -> None:
-    """End the daemon, and see that it and its clients come back with their memory."""
+    """End the daemon, and check that it and its clients recover with their memory."""
     held, engine, pid, restarts = t.arenas(), t.main_pid("engine"), t.main_pid(), int(t.value("NRestarts"))
     began = time.monotonic()
     done = t.do(*end)

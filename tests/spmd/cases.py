@@ -1,9 +1,7 @@
-"""What the processes of a pool run. Every function is called on all ranks at once."""
+"""Test functions that the processes of a pool run. Every function is called on all ranks together."""
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -127,7 +125,7 @@ def errors_reach_every_rank(world: World) -> list[str]:
             )
         )
     ]
-    # what one rank cannot describe, and on another not even in a way that is foreseen
+    # invalid modules on single ranks; the second one even raises an unforeseen error
     broken = linear({"w": whole}, dim=5 if world.rank in (3, 5) else 0, tp=range(world.size))
     said.append(refused(lambda: refitd.swap_model_weights(holder, broken, "gloo", timeout=TIMEOUT_S)))
     odd: Any = object() if world.rank == 2 else None
@@ -224,7 +222,7 @@ def caches(world: World) -> None:
         assert other is not service and other.ranks == (0, 1, 2)
     with pytest.raises(refitd.ConfigError, match="nvshmem"):
         refitd.get_or_create_service("nvshmem")
-    # a rank that has forgotten its plan does not leave the others with theirs
+    # a rank that has lost its cached plan must not leave the others with theirs
     if world.rank == 4:
         refitd.clear_plan_cache()
     target.w.zero_()
@@ -235,7 +233,7 @@ def caches(world: World) -> None:
 
 
 def ranks_of_two_worlds(world: World) -> None:
-    """The engines number their own world from 0; ranks 3 to 7 are theirs."""
+    """The engines number their world from 0: ranks 3 to 7 of ours."""
     whole = numbers(10, 3)
     source = linear({"w": whole.chunk(2)[world.rank].clone()}, 0, [0, 1]) if world.rank < 2 else None
     target = linear({"w": torch.zeros(2, 3)}, 0, range(5)) if world.rank >= 3 else None
@@ -261,7 +259,7 @@ def wrapped_models(world: World) -> None:
 
 
 class Negated(refitd.ReshardTransform):
-    """Keeps the negated values in buffers of its own."""
+    """Keeps the negated values in separate buffers."""
 
     def __init__(self, buffers: Mapping[str, torch.Tensor], parts: int = 1) -> None:
         self.buffers = buffers
@@ -328,64 +326,6 @@ def failing_transform(world: World) -> str:
 # --- the service --------------------------------------------------------------------------------------------
 
 
-def disagreement_moves_nothing(world: World) -> list[str]:
-    service = gloo.GlooService()
-    said = []
-    buffer = torch.zeros(10)
-    for size, task in ((9, 5), (10, 6)):
-        if world.rank == 1:
-            service.send(5, torch.ones(size), 3)
-        if world.rank == 3:
-            service.receive(task, buffer, 1)
-        said.append(refused(lambda: service.run(TIMEOUT_S), refitd.RefusedError))
-    assert not buffer.any() and service.is_usable
-    if world.rank == 2:
-        service.send(1, torch.ones(2), 2)
-    said.append(refused(lambda: service.run(TIMEOUT_S), refitd.RefusedError))
-    if world.rank == 1:
-        service.send(5, torch.ones(10), 3)
-    if world.rank == 3:
-        service.receive(5, buffer, 1)
-        with pytest.raises(refitd.TransportError, match="used twice"):
-            service.receive(5, buffer, 1)
-    service.run(TIMEOUT_S)
-    assert bool(buffer.all()) == (world.rank == 3)
-    with pytest.raises(refitd.TransportError, match="not in the group"):
-        service.send(5, buffer, 99)
-    return said
-
-
-def random_exchanges(world: World, seeds: Sequence[int]) -> int:
-    """Many tensors of awkward sizes, contiguous or not, in messages of any size, between all pairs."""
-    total = 0
-    for seed in seeds:
-        rng = random.Random(seed)
-        service = gloo.GlooService(message_bytes=rng.choice([16, 48, 256, 1 << 16]))
-        landed = []
-        for task in range(60):
-            source, target, part = rng.randrange(8), rng.randrange(8), rng.randrange(3)
-            shape = [rng.choice([0, 1, 2, 3, 5, 7]) for _ in range(rng.randrange(4))]
-            dtype = rng.choice([torch.int64, torch.bfloat16, torch.uint8])
-            value = numbers(*shape, dtype=dtype, start=task)
-            flips = [rng.random() < 0.5 for _ in range(2)]
-            if world.rank == source:
-                service.send(
-                    task, value.t().contiguous().t() if flips[0] and len(shape) == 2 else value, target, part=part
-                )
-            if world.rank == target:
-                room = torch.zeros([*shape, 2], dtype=dtype)[..., 0] if flips[1] else torch.zeros(shape, dtype=dtype)
-                service.receive(task, room, source, part=part)
-                landed.append((room, value))
-        result = service.run(TIMEOUT_S, verify=bool(seed % 2))
-        total += result.messages
-        assert all(torch.equal(room, value) for room, value in landed), seed
-    return total
-
-
-def wrong_bytes_are_noticed(world: World) -> str:
-    return wrong_bytes(world, gloo.GlooService())
-
-
 def wrong_bytes(world: World, service: Any) -> str:
     class Lossy(TensorPiece):
         def unpack(self, start: int, end: int, found: torch.Tensor) -> None:
@@ -413,13 +353,3 @@ def service_waits_no_longer(world: World, timeout: float) -> tuple[str, bool]:
     said = refused(lambda: service.run(timeout), refitd.TransportError)
     said += " / " + refused(lambda: service.run(timeout), refitd.TransportError)
     return said, service.is_usable
-
-
-def one_dies_while_sending(world: World, timeout: float) -> str:
-    service = gloo.GlooService()
-    if world.rank == 1:
-        service.send(1, torch.ones(9), 0)
-        gloo.GlooService._post = lambda *_, **__: os._exit(1)
-    if world.rank == 0:
-        service.receive(1, torch.zeros(9), 1)
-    return refused(lambda: service.run(timeout), refitd.TransportError)

@@ -25,7 +25,7 @@ def pool(_shared: list[Pool]) -> Pool:
 
 @pytest.fixture
 def small_pool() -> Iterator[Callable[[int], Pool]]:
-    """Start processes that a test may break."""
+    """Start a pool of processes that a test may break."""
     started: list[Pool] = []
 
     def start(size: int) -> Pool:

@@ -1,4 +1,4 @@
-"""What the processes of a pool do with folders of torch.distributed.checkpoint. Called on all ranks at once."""
+"""Test functions with folders of torch.distributed.checkpoint. Each is called on all ranks of a pool together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipelines of the GPU services between processes on the CPU: gloo stands for NCCL, mapped files for NVSHMEM."""
+"""The pipelines of the GPU services between processes on the CPU: gloo replaces NCCL, mapped files replace NVSHMEM."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import torch
 import torch.distributed as dist
 
 import refitd
-from refitd.copy_services.device_digest import DeviceDigests
+from refitd.copy_services.digests import DeviceDigests, Digest
+from refitd.copy_services.nccl import MAX_OPERATIONS, RoundsExchange
+from refitd.copy_services.nvshmem import SlottedExchange
 from refitd.copy_services.packed import STAGING_BYTES, PackedExchange
-from refitd.copy_services.peers import Deadline, Peers
-from refitd.copy_services.rounds import MAX_OPERATIONS, RoundsExchange
-from refitd.copy_services.slots import SlottedExchange
-from refitd.copy_services.streams import Digest, InFlight
+from refitd.copy_services.peers import Peers
+from refitd.copy_services.streams import InFlight
+from refitd.copy_services.waits import Deadline
 from tests.spmd.cases import TIMEOUT_S, World, numbers, refused, wrong_bytes
 
 
 class GlooRounds(RoundsExchange):
-    """Group calls made of single messages, tagged with their number: a message in another's place would hang."""
+    """Group calls made of single messages, tagged with their number; a message out of order would hang."""
 
     def __init__(self, message_bytes: int | None) -> None:
         super().__init__(Peers(), message_bytes=message_bytes)
@@ -37,7 +38,7 @@ class GlooRounds(RoundsExchange):
         return posts
 
     def _is_over(self, issued: Any) -> bool:
-        return True  # gloo's messages do not tell before they are waited for
+        return True  # gloo's messages do not report completion before they are waited for
 
     def _finish(self, issued: Any, deadline: Deadline, subject: str) -> None:
         for position, post in issued:
@@ -48,7 +49,7 @@ class GlooRounds(RoundsExchange):
 
 
 class FileSlots(SlottedExchange):
-    """Every rank's slots and words are a file that all have mapped."""
+    """Every rank's slots and words are a file that all ranks have mapped."""
 
     def __init__(self, message_bytes: int | None, folder: str) -> None:
         super().__init__(Peers(), message_bytes=message_bytes, staging_bytes=STAGING_BYTES)
@@ -88,7 +89,7 @@ def make(kind: str, message_bytes: int | None) -> PackedExchange:
     folder: list[Any] = [tempfile.mkdtemp(prefix="rfslots") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     service = FileSlots(message_bytes, folder[0])
-    dist.barrier()  # everybody has mapped them
+    dist.barrier()  # all ranks have mapped the files
     if dist.get_rank() == 0:
         for path in Path(folder[0]).iterdir():
             path.unlink()
@@ -97,7 +98,7 @@ def make(kind: str, message_bytes: int | None) -> PackedExchange:
 
 
 def random_exchanges(world: World, kind: str, seeds: Sequence[int]) -> int:
-    """As cases.random_exchanges; one service runs several exchanges, of which some ranks see nothing."""
+    """Many tensors of awkward sizes, contiguous or not, in messages of any size, between all pairs, in several runs."""
     total = 0
     for seed in seeds:
         rng = random.Random(seed)
@@ -127,7 +128,7 @@ def wrong_bytes_are_noticed(world: World, kind: str) -> str:
 
 
 def nobody_waits_for_ever(world: World, kind: str, timeout: float) -> tuple[str, bool]:
-    """Rank 1 agrees and then sends nothing."""
+    """Rank 1 agrees and then does not send."""
     service = make(kind, None)
     if world.rank == 1:
         service.send(1, torch.ones(9), 0)

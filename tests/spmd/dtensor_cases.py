@@ -1,4 +1,4 @@
-"""What the processes of a pool do with DTensors. Every function is called on all eight ranks at once."""
+"""Test functions with DTensors. Every function is called on all eight ranks together."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import refitd
-from refitd.describe.dtensors import mesh_splits
-from refitd.describe.placements import split_tiles
+from refitd.describe.dtensors import mesh_splits, split_tiles
 from refitd.inprocess import uneven_dtensor
 from refitd.inprocess.uneven_dtensor import UnevenLayoutError
 from tests.spmd.cases import TIMEOUT_S, World, bits, linear, numbers, refused
@@ -45,7 +44,7 @@ def dealt(rng: random.Random, whole: int, ranks: int) -> list[int]:
 def uneven(
     whole: torch.Tensor, on: DeviceMesh, placements: Sequence[Any], rng: random.Random
 ) -> tuple[DTensor, tuple[slice, ...]]:
-    """Deal a tensor unevenly, the same way on every rank; return the DTensor and where this rank's shard lies.
+    """Deal a tensor unevenly, the same way on every rank; return the DTensor and the box of this rank's shard.
 
     The mesh dimensions are dealt in the order of the mesh, strided ones last.
     """
@@ -58,7 +57,7 @@ def uneven(
         if not isinstance(placement, Shard | _StridedShard):
             continue
         held = box[placement.dim]
-        # ranks that have been dealt the same so far are dealt the same further sizes: all draw from one stream
+        # ranks with equal shares so far get equal further sizes, because all draw from one stream
         table = {}
         for n in range(max(whole.shape) + 1):
             table[n] = dealt(rng, n, on.size(m))
@@ -67,11 +66,13 @@ def uneven(
         box[placement.dim] = slice(start, start + sizes[coordinate[m]])
     index = tuple(box)
     local = whole[index].clone()
-    return uneven_dtensor._dtensor(local, _like(on, whole), placements, tuple(whole.shape)), index
+    return shard_of(whole.shape, local, on, placements), index
 
 
-def _like(on: DeviceMesh, whole: torch.Tensor) -> DTensor:
-    return DTensor.from_local(torch.zeros(1), on, [Replicate()] * on.ndim, run_check=False)
+def shard_of(shape: Sequence[int], local: torch.Tensor, on: DeviceMesh, placements: Sequence[Any]) -> DTensor:
+    """A tensor of this shape; this rank holds `local`, also if the placements give it another share."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, on, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 LAYOUTS: list[tuple[tuple[int, ...], list[Any]]] = [
@@ -134,7 +135,7 @@ def random_uneven(world: World, seeds: Sequence[int]) -> int:
 
 
 def torchs_own_shards(world: World) -> None:
-    """Where placements tell it all, the chunks are those that torch computes."""
+    """Where placements alone determine the chunks, they equal the chunks that torch computes."""
     for shape, placements in LAYOUTS:
         whole = numbers(11, 6, 5)
         if any(isinstance(p, _StridedShard) for p in placements):
@@ -181,7 +182,7 @@ def violations(world: World) -> list[str]:
 
     def with_chunk(offset: int, size: int, layout: DeviceMesh = on, placements: Sequence[Any] = (Shard(0),)) -> DTensor:
         local = rows[offset : offset + size].clone()
-        dtensor = uneven_dtensor._dtensor(local, _like(layout, rows), placements, (16, 3))
+        dtensor = shard_of((16, 3), local, layout, placements)
         chunk = ChunkStorageMetadata(torch.Size((offset, 0)), torch.Size((size, 3)))
         uneven_dtensor._keep_chunk(dtensor, chunk)
         return dtensor
@@ -203,7 +204,7 @@ def violations(world: World) -> list[str]:
     column = r % 4
     invalid(with_chunk(4 * column + (r == 5), 4 - (r == 5), grid, (Replicate(), Shard(0))))
     local = rows[:2].clone()
-    short = uneven_dtensor._dtensor(local, _like(on, rows), [Shard(0)], (17, 3))
+    short = shard_of((17, 3), local, on, [Shard(0)])
     said.append(
         refused(lambda: uneven_dtensor.gather_and_compute_chunk_metadata(short, timeout=TIMEOUT_S), UnevenLayoutError)
     )
@@ -279,7 +280,7 @@ class Layers(nn.Module):
 
 
 def fsdp_over_tensor_parallelism(world: World, shape: Sequence[int], sizes: Sequence[int]) -> None:
-    """Models that torch has sharded with its own functions take and give every element, as full_tensor sees them."""
+    """Models sharded by torch's functions send and receive every element, as full_tensor shows it."""
     names = ("replicate", "shard", "tp")[-len(shape) :]
     on = init_device_mesh("cpu", tuple(shape), mesh_dim_names=names)
 
@@ -310,7 +311,7 @@ def fsdp_over_tensor_parallelism(world: World, shape: Sequence[int], sizes: Sequ
 
 
 def shards_in_an_order_of_their_own(world: World) -> None:
-    """A shard_order says which mesh dimension cuts first; a strided shard that is no order cuts as it says."""
+    """A shard_order says which mesh dimension cuts first; a strided shard without a valid order cuts as it states."""
     cases: list[tuple[tuple[int, ...], list[Any], dict[str, Any]]] = [
         ((2, 4), [Shard(0), Shard(0)], {"shard_order": (ShardOrderEntry(0, (1, 0)),)}),
         ((2, 2, 2), [Shard(0), Shard(0), Shard(0)], {"shard_order": (ShardOrderEntry(0, (2, 0, 1)),)}),

@@ -1,4 +1,4 @@
-"""What the processes of a pool do with modules that FSDP1 or ZeRO-3 has flattened. Called on all ranks at once."""
+"""Test functions with modules that FSDP1 or ZeRO-3 has flattened. Each is called on all ranks of a pool together."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 
 def everybodys(world: World, held: tuple[dict[str, torch.Tensor], list[refitd.ParameterMetadata]]) -> dict[str, Any]:
-    """The whole tensors that all ranks hold together, by the oracle: none is missing, none held twice differently."""
+    """Gather the whole tensors from all ranks; check that no element is missing and that copies agree."""
     tensors, metadata = held
     mine = [(world.rank, m, tensors[m.name].clone().numpy()) for m in metadata]
     found: list[Any] = [None] * world.size
@@ -69,7 +69,7 @@ def fsdp1_is_what_it_was(world: World, strategy: str, use_orig: bool, nested: bo
         assert np.array_equal(array, expected[name].numpy()), name
     tied = [m.aliases for m in held[1] if m.name == "embed.weight"]
     assert all(aliases == ("head.weight",) for aliases in tied)
-    # the tensors follow the optimizer
+    # the offered tensors must change with the optimizer's step
     model(torch.arange(13)).pow(2).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -99,7 +99,7 @@ def fsdp1_itself_is_refused(world: World) -> str:
 
 
 def zero3_is_what_it_was(world: World) -> None:
-    """Stand-ins for the attributes that DeepSpeed sets; tests/cluster/test_zero3.py has DeepSpeed itself."""
+    """Stand-ins for the attributes that DeepSpeed sets; tests/cluster/test_zero3.py runs DeepSpeed."""
     model = Model(5)
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     for param in model.parameters():

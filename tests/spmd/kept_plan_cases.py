@@ -1,4 +1,4 @@
-"""Plans that are built once and executed later. Every function is called on all ranks at once."""
+"""Plans that are built once and executed later. Every function is called on all ranks together."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build_plan(source: nn.Module | None, target: nn.Module | None, **options: An
 
 
 def random_layouts_over_steps(world: World, seeds: Sequence[int]) -> None:
-    """Other values each step; what each target must hold is sliced anew from whole tensors."""
+    """Change the values each step; slice the expected values of each target from whole tensors."""
     for seed in seeds:
         layouts = random_pair(seed, world.size)[:2]
         source, target = (build(layout, world.rank, seed, is_filled=False) for layout in layouts)
@@ -102,7 +102,7 @@ def casts_are_remembered(world: World) -> None:
 
 
 def transforms(world: World) -> None:
-    """One plan without a transform; two transforms, and none, execute it."""
+    """Build one plan without a transform; execute it with two transforms, and with none."""
     whole = numbers(16, 3)
     held = torch.cat([half.chunk(2)[world.rank % 2] for half in whole.chunk(2)])
     source = linear({"w": whole, "v": whole}) if world.rank in (0, 4) else None
@@ -120,7 +120,7 @@ def transforms(world: World) -> None:
 
 
 def a_transform_that_changes_the_dtype(world: World) -> str:
-    """It belongs to the plan, and is then the default of every execution; each may have buffers of its own."""
+    """The transform belongs to the plan and is the default; an execution may pass another one with other buffers."""
     whole = numbers(8, 4) / 3
     source = linear({"w": whole}) if world.rank == 0 else None
     target = linear({"w": torch.zeros(4, 4, dtype=torch.bfloat16)}, 0, [2, 3]) if world.rank in (2, 3) else None
@@ -143,7 +143,7 @@ def a_transform_that_changes_the_dtype(world: World) -> str:
 
 
 def ties_and_aliases(world: World) -> list[str]:
-    """Tied parameters are found; declared ones are remembered, accepted again, and must be the same ones."""
+    """Tied parameters are found; declared ones are remembered, accepted again, and must be the same ties."""
     value = numbers(6, 3, start=1)
     source = Plain("parameter") if world.rank == 0 else None
     target = Plain("two") if world.rank in (1, 2) else None
@@ -153,7 +153,7 @@ def ties_and_aliases(world: World) -> list[str]:
             source.embed.weight.data.copy_(value + step)
         execute(plan, source, target)
         assert target is None or all(torch.equal(param, value + step) for param in target.parameters())
-    # the tie is cut: the head has values of its own, which the plan would not send
+    # the tie is cut: the head has separate values, which the plan would not send
     cut = Plain("two") if world.rank == 0 else None
     said = [refused(lambda: execute(plan, cut, target))]
     embedding = nn.Embedding(6, 3) if world.rank == 0 else None
@@ -172,7 +172,7 @@ def ties_and_aliases(world: World) -> list[str]:
 
 
 def wrong_modules(world: World) -> list[str]:
-    """Each is wrong on one rank only; every rank refuses it, and nothing has been written or exchanged."""
+    """Each is wrong on one rank only; every rank refuses it, and no target was written."""
     whole = numbers(8, 3)
     source = linear({"w": whole}) if world.rank == 0 else None
     target = linear({"w": torch.zeros(4, 3)}, 0, [world.rank & 6, world.rank | 1])
@@ -206,7 +206,7 @@ def wrong_plans(world: World) -> list[str]:
     other = build_plan(source, linear({"w": torch.zeros(4, 3)}, 0, turned))
     pure = refitd.ReshardPlan(plan.send_ops, plan.recv_ops)
     said = [refused(lambda: execute(pure if world.rank == 6 else plan, source, halves))]
-    # what rank 0 has is the same in both
+    # rank 0's modules fit both plans
     said.append(refused(lambda: execute(other if world.rank == 0 else plan, source, halves)))
     plans: list[Any] = [None] * world.size
     dist.all_gather_object(plans, plan)

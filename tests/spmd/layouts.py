@@ -1,6 +1,6 @@
 """Small models cut as Megatron cuts them, by slicing whole tensors, and random layouts of them.
 
-Nothing here knows the planner: what a rank must hold is sliced out of the whole tensor directly.
+The module does not use the planner: the expected values of a rank are slices of the whole tensors.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ SMALL = Model(LAYER, EXPERT, OUTER)
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a model lies. Ranks in `ranks` order: tensor parallel fastest, then data, then pipeline stages."""
+    """The ranks of a model. Ranks in `ranks` order: tensor parallel fastest, then data, then pipeline stages."""
 
     ranks: tuple[int, ...]
     tp: int = 1
@@ -72,7 +72,7 @@ class Layout:
     experts_as_modules: bool = False
 
     def place(self, rank: int) -> Place | None:
-        """Return a rank's place, None where it has no part of the model."""
+        """Return a rank's place, None where it has no shard of the model."""
         if rank not in self.ranks:
             return None
         per_stage = len(self.ranks) // self.pp
@@ -137,7 +137,7 @@ def random_pair(seed: int, world: int) -> tuple[Layout, Layout, str]:
 
 
 def names_of(layout: Layout, place: Place, model: Model = SMALL) -> Iterator[tuple[int, str, str, Whole, int | None]]:
-    """Yield (chunk, local name, canonical name, whole tensor, expert) of everything at a place."""
+    """Yield (chunk, local name, canonical name, whole tensor, expert) of every tensor at a place."""
     mine = layout.stages[place.stage]
     per_chunk = -(-len(mine) // layout.chunks) or 1
     for name, (at, whole) in model.outer.items():
@@ -155,7 +155,7 @@ def names_of(layout: Layout, place: Place, model: Model = SMALL) -> Iterator[tup
 
 
 def _experts(ep: int, index: int) -> list[int]:
-    """Experts are dealt in order; the first ranks hold one more where they do not come out even."""
+    """Deal experts in order; the first ranks have one more where the division is uneven."""
     held = [EXPERTS // ep + (i < EXPERTS % ep) for i in range(ep)]
     return list(range(sum(held[:index]), sum(held[: index + 1])))
 
@@ -176,7 +176,7 @@ def hash_of(text: str) -> int:
 
 
 def cut(tensor: torch.Tensor, whole: Whole, index: int, count: int) -> torch.Tensor:
-    """Return what shard `index` of `count` holds of a whole tensor."""
+    """Return shard `index` of `count` of a whole tensor."""
     if whole.dim is None:
         return tensor.clone()
     sizes = whole.blocks or (whole.shape[whole.dim] // whole.stride,) * whole.stride
@@ -192,7 +192,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Built:
-    """A rank's module, and what every one of its tensors must be."""
+    """A rank's module, and the expected value of each of its tensors."""
 
     module: nn.Module | list[nn.Module]
     expected: dict[str, torch.Tensor]
@@ -200,7 +200,7 @@ class Built:
 
 
 def build(layout: Layout, rank: int, seed: int, *, is_filled: bool, model: Model = SMALL) -> Built | None:
-    """Return a rank's module, with the values of `seed` or with zeros, and what those values are."""
+    """Return a rank's module, with the values of `seed` or with zeros, and the values of `seed`."""
     place = layout.place(rank)
     if place is None:
         return None
@@ -208,7 +208,7 @@ def build(layout: Layout, rank: int, seed: int, *, is_filled: bool, model: Model
     expected, tensors = {}, {}
     mine = layout.stages[place.stage]
     per_chunk = -(-len(mine) // layout.chunks) or 1
-    # most grouped linears stamp 1 on a gated fc1; the config knows better
+    # most grouped linears stamp stride 1 on a gated fc1; the config has the right stride
     is_misstamped = model is SMALL and seed % 3 > 0
     for number, chunk in enumerate(chunks):
         chunk.pg_collection = place.groups
@@ -243,9 +243,9 @@ def build(layout: Layout, rank: int, seed: int, *, is_filled: bool, model: Model
 
 def _child(module: nn.Module, path: str) -> nn.Module:
     for name in path.split(".") if path else ():
-        if name not in module._modules:
+        if name not in dict(module.named_children()):
             module.add_module(name, nn.Module())
-        module = module._modules[name]
+        module = module.get_submodule(name)
     return module
 
 

@@ -1,4 +1,4 @@
-"""Targets and sources that cannot be written, or read, as they lie. Every function is called on all ranks at once."""
+"""Targets and sources with memory that cannot be written or read in place. Each is called on all ranks together."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def freed() -> torch.Tensor:
     return tensor
 
 
-# neither can be read
+# neither kind can be read
 NEITHER: dict[str, Callable[[], torch.Tensor]] = {
     "meta device": lambda: torch.zeros(4, device="meta"),
     "conjugate": lambda: torch.zeros(4, dtype=COMPLEX).conj(),
@@ -47,7 +47,7 @@ NOT_WRITTEN: dict[str, Callable[[], torch.Tensor]] = {
 
 
 def unusable(world: World) -> dict[str, str]:
-    """Swap rank 0's model into rank 1's, one of them unusable; return what was said, by what is wrong."""
+    """Swap rank 0's model into rank 1's, one of them unusable; return the error texts by the kind of fault."""
     said = {}
     for side, kinds in (("source", NEITHER), ("target", NEITHER | NOT_WRITTEN)):
         for kind, make in kinds.items():
@@ -73,7 +73,7 @@ def meta_models_can_be_planned(world: World) -> None:
 
 
 def halves(memory: torch.Tensor) -> nn.Module:
-    """Two parameters in one memory, of which one is split over ranks 1 and 2 and the other over 2 and 1."""
+    """Two parameters in one memory; one is split over ranks 1 and 2, the other over 2 and 1."""
     module = linear({"a": memory, "b": memory}, 0, [1, 2])
     module.b.partition_stride = 2
     return module
@@ -95,7 +95,7 @@ def overlapping(world: World) -> list[str]:
         target = linear({"a": one, "b": other}) if world.rank == 1 else None
         said.append(refused(lambda s=source, t=target: refitd.swap_model_weights(s, t, "gloo", timeout=TIMEOUT_S)))
         assert not square.any() and not line.any()
-    # tied at both ends, and not the same elements
+    # tied at both ends, but different elements
     source = None
     if world.rank == 0:
         whole = numbers(8, 2)
@@ -106,7 +106,7 @@ def overlapping(world: World) -> list[str]:
 
 
 def apart_and_tied(world: World) -> None:
-    """Columns of one memory share no byte; tied weights are the same elements of it."""
+    """Columns of one memory have no common byte; tied weights are the same elements of it."""
     memory, whole = torch.zeros(4, 6), numbers(4, 3)
     more, embedding = numbers(4, 3, start=100), numbers(5, 2, start=200)
     tied = torch.zeros(5, 2)
@@ -136,7 +136,7 @@ def bytes_of_bools(world: World) -> None:
 
 
 def arguments(world: World) -> list[tuple[str, str]]:
-    """Return (what must be named, what was said) of calls of which rank 1's has one wrong argument."""
+    """Return (text that must be in the error, error) of calls with one wrong argument on rank 1."""
     said = []
     wrong: list[tuple[str, Any]] = [("num_experts", "x"), ("num_experts", True), ("casts", 3), ("aliases", 3)]
     wrong += [("src_rank_offset", "x"), ("dst_rank_offset", None), ("dst_rank_offset", 1.5), ("transform", 3)]
@@ -153,7 +153,7 @@ def arguments(world: World) -> list[tuple[str, str]]:
 
 
 def arguments_of_this_rank(world: World) -> None:
-    """What a call needs before it can talk to anyone is refused at once."""
+    """Arguments are refused immediately if the call needs them before its first message."""
     for what, value in (("timeout", "x"), ("timeout", None), ("timeout", True), ("group", 3), ("group", "x")):
         for call in (
             partial(refitd.swap_model_weights, None, None, "gloo"),

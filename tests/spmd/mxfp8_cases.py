@@ -1,4 +1,4 @@
-"""MXFP8 refits between real processes: whatever the layouts and the mode, the bytes are those of one conversion."""
+"""MXFP8 refits between real processes: in all layouts and modes, the bytes equal one conversion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 import refitd
 from refitd.describe.module import RankGroups
-from refitd.mxfp8 import BLOCK, Rounding
+from refitd.mxfp8.format import BLOCK, Rounding
 from tests.spmd.cases import TIMEOUT_S, World, linear, refused
 from tests.spmd.layouts import Layout, Model, Whole, bits, build, random_pair
 from tests.support.mxfp8 import quantized_once
@@ -86,7 +86,7 @@ def _random_refit(world: World, seed: int, size: int) -> tuple[int, int]:
     transform = None
     if target is not None or senders_have_one:
         transform = refitd.MXFP8ReshardTransform(names, buffers, "", on_send, rounding=rounding)
-    for _ in range(2):  # the second is with the plan of the first
+    for _ in range(2):  # the second swap uses the cached plan of the first
         refitd.swap_model_weights(
             source and source.module,
             target and target.module,
@@ -112,7 +112,7 @@ def _random_refit(world: World, seed: int, size: int) -> tuple[int, int]:
 
 
 def _is_cut(name: str, source: Layout) -> bool:
-    """Whether ranks of the source hold parts of blocks."""
+    """Return whether ranks of the source have pieces of blocks."""
     for kind, whole in {**MODEL.layer, **MODEL.expert}.items():
         if f".{kind}" in f".{name}" and whole.dim == len(whole.shape) - 1:
             count = source.expert_tp if kind in EXPERTS else source.tp
@@ -171,7 +171,7 @@ def odd_sources(world: World) -> None:
 
 
 def wide_sources(world: World) -> None:
-    """float32 is converted as it is by senders, and through bfloat16 where that is declared; a module may hold E4M3."""
+    """Senders convert float32 directly, or through bfloat16 where that is declared; a module may be in E4M3."""
     whole = (torch.randn(6, 64, generator=torch.Generator().manual_seed(3)) * 0.02).contiguous()
     for on_send, casts in ((False, {"w": torch.bfloat16}), (True, {"w": torch.bfloat16}), (True, None)):
         source = linear({"w": whole}) if world.rank == 1 else None
@@ -190,7 +190,7 @@ def wide_sources(world: World) -> None:
 
 
 class Quantized(torch.Tensor):
-    """A parameter as Transformer Engine keeps it: bfloat16 by name, MXFP8 inside."""
+    """A parameter as in Transformer Engine: bfloat16 by name, MXFP8 inside."""
 
     _rowwise_data: torch.Tensor
     _rowwise_scale_inv: torch.Tensor
@@ -229,7 +229,7 @@ def quantized_sources(world: World) -> str:
     said = refused(lambda: swap(source, target, transform(False)))
     held = refitd.MXFP8Buffer.empty((40, 96))
     held.quantize(whole)
-    # converted back and again, the values are the same; scales may be others
+    # after dequantizing and quantizing again the values are equal; the scales may differ
     for chosen, expected in ((transform(True), whole), (transform(False, dequantize=True), held.dequantize())):
         buffer.data.zero_(), buffer.scale.zero_()
         swap(source, target, chosen)
@@ -243,7 +243,7 @@ def quantized_sources(world: World) -> str:
 
 
 def refusals(world: World) -> dict[str, str]:
-    """Return what is said where the ends do not fit together; nothing has been written then."""
+    """Return the error texts where the ends do not match; in all of them the target is unchanged."""
     buffer = refitd.MXFP8Buffer.empty((8, 64))
     small = refitd.MXFP8Buffer.empty((8, 32))
     is_target = world.rank >= 4
@@ -279,7 +279,7 @@ def refusals(world: World) -> dict[str, str]:
 
 
 def two_tensors_per_transfer_stay_apart(world: World) -> tuple[int, int]:
-    """Every rank is source and destination, of itself too, in two halves of the ranks."""
+    """Every rank is source and destination, also for itself, in two halves of the ranks."""
     whole = values(64, 128)
     half = world.size // 2
     first = world.rank // half * half

@@ -1,6 +1,8 @@
-"""What the processes of a pool do with a trainer whose names are not the engine's. Called on all ranks at once."""
+"""Test functions with trainers whose names differ from the engine's. Each is called on all ranks of a pool together."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import nn
@@ -33,7 +35,7 @@ def holder(tensors: dict[str, torch.Tensor]) -> nn.Module:
 
 
 def a_source_under_other_names(world: World) -> None:
-    """All ranks hold rows of each tensor, as FSDP2 cuts them; the last one has the engine."""
+    """All ranks have rows of each tensor, as FSDP2 cuts them; the last one is also the engine."""
     torch.manual_seed(3)
     whole = {name: torch.randn(shape) for name, shape in WHOLE.items()}
     fc1 = [whole[f"layers.{layer}.fc1.weight"] for layer in range(2)]
@@ -64,3 +66,18 @@ def names_that_say_nothing_of_a_tensor(world: World) -> str:
     source = holder({"norm.weight": torch.ones(3), "other": torch.ones(2)}) if world.rank == 0 else None
     target = holder({"norm.weight": torch.zeros(3)}) if world.rank == 1 else None
     return refused(lambda: refitd.swap_model_weights(source, target, "gloo", names=NAMES, timeout=TIMEOUT_S))
+
+
+def a_vocabulary_padded_otherwise(world: World) -> str:
+    """The target has fewer rows: the refusal suggests names= for the source; return the refusal of a larger target."""
+    swap = partial(refitd.swap_model_weights, refit_method="gloo", timeout=TIMEOUT_S)
+    words = "word_embeddings.weight"
+    source = holder({words: torch.arange(24.0).view(12, 2)}) if world.rank == 0 else None
+    target = holder({words: torch.zeros(10, 2)}) if world.rank == 1 else None
+    said = refused(lambda: swap(source, target))
+    assert "in this call, names= is for the source" in said and "Padded(name, rows=the target's rows)" in said
+    swap(source, target, names={words: Padded(words, rows=10), "{rest}": "{rest}"})
+    if target is not None:
+        assert torch.equal(target.get_parameter(words), torch.arange(20.0).view(10, 2))
+    larger = holder({words: torch.zeros(16, 2)}) if world.rank == 1 else None
+    return refused(lambda: swap(source, larger))

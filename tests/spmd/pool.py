@@ -23,7 +23,7 @@ class Pool:
 
     @property
     def is_alive(self) -> bool:
-        """Whether no call has failed or hung."""
+        """Return whether no call has failed or hung."""
         return self._actors.is_alive
 
     def run(
@@ -35,10 +35,10 @@ class Pool:
             ActorFailed: a call raised, or did not end in time; the pool is ended.
         """
         self.start(function, *args, ranks=ranks, **kwargs)
-        return self._collect(timeout, range(self.size) if ranks is None else ranks)
+        return self.collect(timeout, range(self.size) if ranks is None else ranks)
 
     def agreed(self, function: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a function, as `run` does; all ranks have to return the same, which is returned."""
+        """Call a function as `run` does; check that all ranks return equal values, and return the value."""
         first, *others = self.run(function, *args, **kwargs)
         assert all(each == first for each in others), (first, others)
         return first
@@ -57,13 +57,14 @@ class Pool:
         self._actors.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _collect(self, timeout: float, ranks: Sequence[int]) -> list[Any]:
+    def collect(self, timeout: float, ranks: Sequence[int]) -> list[Any]:
+        """Return the results of what was started, in this order; raise as `run` does."""
         answers = self._actors.collect(ranks, timeout)
         return [answers[rank] for rank in ranks]
 
 
 class Rank:
-    """What one process is: a rank of the group, which calls what it is asked for."""
+    """One process: a rank of the group that runs the requested functions."""
 
     def __init__(self, size: int, directory: str, rank: int, room: Mailroom) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""Source ranks that describe the same elements. Every function is called on all ranks at once."""
+"""Source ranks that describe the same elements. Every function is called on all ranks together."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def any_replica_that_differs_is_named(world: World, seeds: Sequence[int]) -> lis
             modules = (None if each is None else each.module for each in (built, wanted))
             return refitd.swap_model_weights(*modules, "gloo", timeout=TIMEOUT_S)
 
-        # whole tensors are random, so that equal bits are the same elements
+        # whole tensors are random, so equal bits mean the same elements
         if same:
             words = refused(swap)
             assert f"rank {victim}" in words and any(f"rank {rank} " in words for rank in same), words
@@ -65,7 +65,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class Experts(nn.Module):
-    """Experts over ETP2 as a grouped linear leaves them: nothing on the parameters, nothing in the config."""
+    """Experts over ETP2 as a grouped linear creates them: without attributes on parameters or in the config."""
 
     def __init__(self, first: int, value: torch.Tensor) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def experts_without_attributes(world: World) -> str:
     target = Experts(2, torch.zeros(4, 3)) if world.rank in (2, 3) else None
     said = refused(lambda: refitd.swap_model_weights(source, target, "gloo", timeout=TIMEOUT_S))
     assert target is None or not target.experts.linear_fc1.weight0.any()
-    # the plan alone promises nothing about values, and does not count as the first exchange
+    # a plan alone does not check values, and does not count as the first exchange
     refitd.build_centralized_reshard_plan(source, target, timeout=TIMEOUT_S)
     assert said == refused(lambda: refitd.swap_model_weights(source, target, "gloo", timeout=TIMEOUT_S))
     for each in (*(source.parameters() if source else ()), *(target.parameters() if target else ())):
@@ -103,7 +103,7 @@ def later_exchanges_compare_nothing(world: World) -> None:
         source.w.data += 1
     said = refused(swap)
     assert "w: rank 0 and rank 1" in said
-    swap(check_replicas=world.rank != 3)  # one rank does without: nobody compares
+    swap(check_replicas=world.rank != 3)  # one rank turns the check off, so it is off for all
     if world.rank == 1:
         source.w.data -= 1
     swap()
@@ -123,7 +123,7 @@ def tied_copies_differ(world: World) -> str:
 
 
 def any_cut_that_differs_is_named(world: World, seeds: Sequence[int]) -> int:
-    """One weight in several cuts at once; change one element of one rank: refused where others hold it, too."""
+    """Cut one weight in several ways together; change one element of one rank: refused where other ranks have it."""
     refusals = 0
     for seed in seeds:
         refitd.clear_plan_cache()  # layouts occur twice, and are compared once

@@ -1,4 +1,4 @@
-"""A real FSDP2 trainer's checkpoint goes live, and what is live is loaded by a real FSDP2 trainer."""
+"""A real FSDP2 trainer's checkpoint goes live, and a real FSDP2 trainer loads the live version."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_what_fsdp2_ranks_save_goes_live_and_is_saved_for_them(pool: Pool, tmp_p
         with daemon.connect() as client, pytest.raises(refitd.CheckpointError, match="choose one by its prefix"):
             refitd.publish_checkpoint(client, "policy", given)
         assert engine.status().models == ()
-        # 13 rows in shards of two leave the eighth rank none
+        # 13 rows in shards of two leave no row for the eighth rank
         published = refitctl(daemon, "publish", "policy", "--from", str(given), "--prefix", "model.")
         assert (published["files"], published["tensors"]) == (7, len(expected)) and published["aside"] > len(expected)
         live = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in engine.tensors("policy").items()}

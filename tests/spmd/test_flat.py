@@ -1,4 +1,4 @@
-"""Modules that a framework has flattened and cut are offered as they lie: FSDP1 for real, ZeRO-3 by its attributes."""
+"""Modules that a framework has flattened and cut are offered in place: real FSDP1, and ZeRO-3 by its attributes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_gathered_fsdp1_module_is_refused(pool: Pool) -> None:
 
 
 def test_a_module_of_fsdp1_itself_is_refused_by_the_frameworks_word(pool: Pool) -> None:
-    """Its parameters look like small tensors of other shapes on each rank."""
+    """Its parameters look like small tensors of different shapes on each rank."""
     for said in pool.run("flat_cases:fsdp1_itself_is_refused"):
         assert "net: FSDP1 has flattened its parameters" in said and "fsdp1_tensors(model, rank)" in said
 

@@ -1,8 +1,7 @@
-"""`execute_reshard_plan`: a plan that is built once and executed as often as wanted, between real ranks."""
+"""`execute_reshard_plan`: a plan that is built once and executed repeatedly, between real ranks."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -75,9 +74,5 @@ def test_a_rank_that_dies_ends_the_wait_of_all_others(
 ) -> None:
     pool = small_pool(4)
     others = [rank for rank in range(4) if rank != victim]
-    pool.start("kept_plan_cases:one_dies", victim, where, 15.0)
-    started = time.monotonic()
-    said = pool._collect(30.0, others)
-
-    assert time.monotonic() - started < 14, said
-    assert all(said)
+    pool.start("kept_plan_cases:one_dies", victim, where, 100.0)
+    assert all(pool.collect(60.0, others))

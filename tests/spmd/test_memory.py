@@ -1,4 +1,4 @@
-"""The in-process API refuses memory that it cannot read, or write, exactly: by name, on every rank, before it moves."""
+"""The in-process API refuses memory that it cannot read or write exactly: by name, on every rank, before a transfer."""
 
 from __future__ import annotations
 

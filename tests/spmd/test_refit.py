@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from tests.spmd.pool import Pool
@@ -63,10 +62,8 @@ def test_a_transform_that_fails_on_one_rank_fails_everywhere(pool: Pool) -> None
 
 def test_a_rank_that_does_not_come_is_named(small_pool: Callable[[int], Pool]) -> None:
     pool = small_pool(3)
-    started = time.monotonic()
-    said = pool.run("too_few_come", 1.0, ranks=[0, 1])
+    said = pool.run("too_few_come", 3.0, ranks=[0, 1])
 
-    assert time.monotonic() - started < 10
     assert "not everyone came, missing rank 2" in said[0]
     assert "planning a refit" in said[1]
 
@@ -75,11 +72,17 @@ def test_a_rank_that_has_died_ends_the_wait_at_once(small_pool: Callable[[int], 
     pool = small_pool(4)
     pool.run("idle_everywhere")
     pool.kill(1)
-    started = time.monotonic()
-    said = pool.run("too_few_come", 15.0, ranks=[0, 2, 3], timeout=30)
+    said = pool.run("too_few_come", 100.0, ranks=[0, 2, 3], timeout=60)
 
-    assert time.monotonic() - started < 10
-    assert said == ["planning a refit: rank 1 is gone"] * 3
+    assert said == ["planning a refit: rank 1 has left"] * 3
+
+
+def test_a_run_ends_at_its_deadline_and_the_service_with_it(small_pool: Callable[[int], Pool]) -> None:
+    """tests/conformance has what all services do."""
+    ((said, is_usable),) = small_pool(2).run("service_waits_no_longer", 0.5, ranks=[0])
+
+    assert "comparing transfers" in said and "0.5 s" in said
+    assert "cannot be used again" in said and not is_usable
 
 
 def test_dtensors_reach_tensor_parallel_models_and_back(pool: Pool) -> None:
@@ -90,3 +93,6 @@ def test_a_source_may_have_other_names_than_the_target(pool: Pool) -> None:
     pool.run("name_cases:a_source_under_other_names")
     said = pool.agreed("name_cases:names_that_say_nothing_of_a_tensor")
     assert "no rule of names matches other" in said
+    said = pool.agreed("name_cases:a_vocabulary_padded_otherwise")
+    assert "Padded('word_embeddings.weight', rows=N)" in said
+    assert "if it has more, build it with the source's rows, or use client.register_target" in said

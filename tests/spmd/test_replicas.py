@@ -1,4 +1,4 @@
-"""Source ranks that say they hold the same must hold the same: the in-process API looks before anything moves."""
+"""Source ranks that claim equal elements must have them: the in-process API compares before it sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose embedding and output layer are one weight. Every function is called on all ranks at once."""
+"""Models whose embedding and output layer are one weight. Every function is called on all ranks together."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def swap(
     ranks: tuple[Sequence[int], Sequence[int]],
     seed: int,
 ) -> None:
-    """Swap between two of these models, and compare with rows of the whole weights; norms are not wanted."""
+    """Swap between two of these models, and compare with rows of the whole weights; delete the norms first."""
     built = [stages(world, ranks[i], sizes[i], is_tied=kinds[i]) for i in range(2)]
     for entry in built:
         if entry is not None:
@@ -103,7 +103,7 @@ def between_pipelines(world: World, seeds: Sequence[int]) -> None:
         for pp in sizes:
             count = pp * rng.choice([n for n in (1, 2, 4) if n * pp <= world.size])
             ranks.append(rng.sample(everyone, count))
-        # a tied source fits a tied and an untied model; an untied one only its like
+        # a tied source fits a tied and an untied model; an untied one fits only an untied model
         kinds = rng.choice([(True, True), (True, True), (True, False), (False, False)])
         swap(world, kinds, sizes, (ranks[0], ranks[1]), seed)
 
@@ -157,7 +157,7 @@ def plain_modules(world: World) -> str:
 
 
 def declared(world: World) -> str:
-    """The source's module shows no tie; the call does."""
+    """The source's module has no visible tie; the call declares it."""
     source = nn.Embedding(6, 3) if world.rank == 0 else None
     target = Head() if world.rank == 1 else None
     said = refused(lambda: refitd.swap_model_weights(source, target, "gloo", timeout=TIMEOUT_S))

@@ -20,14 +20,14 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
-from refitd.copy_services.epoch import Mailbox
+from refitd.copy_services import Mailbox
 from refitd.errors import DeadlineExceeded, PeerLost
 
 START_S = 60.0
 GRACE_S = 2.0
 _DUMP = signal.SIGUSR1
 
-# forking a process that has imported torch, and run nothing of it, takes milliseconds; importing takes seconds
+# forking a process that has only imported torch takes milliseconds; importing torch takes seconds
 _PRELOADED = (
     "torch._dynamo",  # DTensors import it when they are first computed with
     "torch.distributed.checkpoint",
@@ -56,7 +56,7 @@ class _Worker:
 
 
 class Actors:
-    """Processes by number. Each has an object of its own, made there by `make`, whose methods are called by name."""
+    """Processes by number. Each makes its own object by `make`; callers call its methods by name."""
 
     def __init__(self, make: Callable[[int, Mailroom], object], size: int) -> None:
         self._make = make
@@ -69,7 +69,7 @@ class Actors:
         self.collect(range(size), START_S)
 
     def start(self, number: int) -> None:
-        """Start a process; it says None once it is ready."""
+        """Start a process; its first answer, None, means that it is ready."""
         here, there = _context.Pipe()
         mail_here, mail_there = _context.Pipe()
         path = self._stacks(number)
@@ -83,7 +83,7 @@ class Actors:
         self._post.add(number, mail_here)
 
     def replace(self, number: int) -> None:
-        """Start a fresh process in the place of one that has been killed."""
+        """Start a fresh process after one has been killed."""
         self._workers.pop(number).pipe.close()
         self.start(number)
         self.collect([number], START_S)
@@ -94,7 +94,7 @@ class Actors:
             self._workers[number].pipe.send((method, args, kwargs))
 
     def ask(self, number: int, method: str, *args: Any, timeout: float = 30.0, **kwargs: Any) -> Any:
-        """Have one process call a method, and return what that returned."""
+        """Have one process call a method, and return its result."""
         self.tell(number, method, *args, **kwargs)
         return self.collect([number], timeout)[number]
 
@@ -122,12 +122,12 @@ class Actors:
                     answers[number] = pipe.recv()
                 except (EOFError, ConnectionResetError):
                     answers[number] = _Failed("the process has ended")
-                if isinstance(answers[number], _Failed):  # the others may be waiting for it
+                if isinstance(answers[number], _Failed):  # the other processes may be waiting for it
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         said = {n: answer.traceback for n, answer in answers.items() if isinstance(answer, _Failed)}
         said |= {n: f"no answer within {timeout} s; it is at\n{self._stack(n)}" for n in waiting.values()}
         if said:
-            self.close()  # who knows where each of them is
+            self.close()  # the state of the processes is unknown
             raise ActorFailed("\n".join(f"--- process {n}\n{text}" for n, text in sorted(said.items())))
         return answers
 
@@ -196,7 +196,7 @@ class _PostOffice:
     def add(self, number: int, pipe: Connection) -> None:
         with self._lock:
             if (old := self._pipes.get(number)) is not None:
-                self._retired.append(old)  # which the thread may be waiting for
+                self._retired.append(old)  # the thread may still be waiting for it
             self._pipes[number] = pipe
         self._wake.send(True)
 
@@ -244,7 +244,7 @@ class Mailroom:
         return PipeMailbox(epoch, self)
 
     def take_descriptor(self) -> int:
-        """Return the descriptor that comes with this call."""
+        """Return the descriptor sent with this call."""
         return recv_handle(self._pipe)
 
     def is_asked(self) -> bool:

@@ -1,4 +1,4 @@
-"""The page docs/api.md: what `refitd` exports, from the source text alone; nothing is imported, torch neither."""
+"""The page docs/api.md: the exports of `refitd`, from the source text alone. No module is imported, not even torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Found: TypeAlias = tuple[str, ast.stmt]  # a module and one of its definitions
 
 
 def api(made: str) -> str:
-    """Return the page; `made` says what makes it."""
+    """Return the page; `made` names the command that makes it."""
     parts = [
-        f"# Reference: Python API\n\n{made}\n\nWhat `import refitd` offers. [use.md](use.md) says how it is used. "
-        "Names that begin with `_`, and modules whose names are not here, may change at any time."
+        f"# Python API\n\n{made}\n\nThe names that `import refitd` exports. [use.md](use.md) explains their use. "
+        "Names that begin with `_`, and modules that are not listed, may change at any time."
     ]
     groups: dict[str, list[str]] = {"Functions": [], "Classes": [], "Errors": [], "Modules": [], "Other names": []}
     for module, name in exports():
@@ -43,7 +43,7 @@ def api(made: str) -> str:
 
 
 def exports() -> Iterator[tuple[str, str]]:
-    """Yield the module and the name of everything that the stub exports."""
+    """Yield the module and the name of every export of the stub."""
     for node in tree("refitd.__init__", ".pyi").body:
         if isinstance(node, ast.ImportFrom):
             module = ".".join(filter(None, ("refitd", node.module)))
@@ -51,15 +51,20 @@ def exports() -> Iterator[tuple[str, str]]:
 
 
 def inside(module: str) -> Iterator[str]:
-    """Yield what a module offers: its public functions, or what a package names in its __init__."""
+    """Yield a module's public names: its functions, and the imports in its `__all__` or in a package's __init__."""
+    is_package = PACKAGE.joinpath(*module.split(".")[1:]).is_dir()
+    named = [
+        node.value for node in tree(module).body if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node)
+    ]
+    offered = ast.literal_eval(named[0]) if named else []
     for node in tree(module).body:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if not name.startswith("_"):
                 yield entry("####", f"{module}.{name}", node)
-            case ast.ImportFrom(module=str(other)) if (
-                other.startswith("refitd.") and PACKAGE.joinpath(*module.split(".")[1:]).is_dir()
-            ):
+            case ast.ImportFrom(module=str(other)) if other.startswith("refitd."):
                 for alias in node.names:
+                    if not is_package and alias.name not in offered:
+                        continue
                     where, found = definition(other, alias.name)
                     if isinstance(found, ast.ClassDef):
                         yield from class_(where, found, "####", f"{module}.{alias.name}")
@@ -76,7 +81,7 @@ def tree(module: str, suffix: str = ".py") -> ast.Module:
 
 
 def definition(module: str, name: str) -> Found:
-    """Return where a name is defined, followed through imports, and its definition; an Expr stands for a module."""
+    """Return the module that defines a name, followed through imports, and its definition (an Expr for a module)."""
     for node in tree(module).body:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if node.name == name:
@@ -94,7 +99,7 @@ def definition(module: str, name: str) -> Found:
 
 
 def class_(module: str, found: ast.ClassDef, level: str = "###", title: str = "") -> Iterator[str]:
-    """Yield a class and its public methods, those of its bases in this package, too."""
+    """Yield a class and its public methods, including those inherited from bases in this package."""
     yield entry(level, title or found.name, found)
     seen = set()
     for owner in lineage(module, found):
@@ -106,7 +111,7 @@ def class_(module: str, found: ast.ClassDef, level: str = "###", title: str = ""
 
 
 def lineage(module: str, found: ast.ClassDef) -> Iterator[ast.ClassDef]:
-    """Yield a class and its bases, as far as they are this package's."""
+    """Yield a class and its bases in this package."""
     yield found
     for base in found.bases:
         if isinstance(base, ast.Name):
@@ -119,7 +124,7 @@ def lineage(module: str, found: ast.ClassDef) -> Iterator[ast.ClassDef]:
 
 
 def entry(level: str, title: str, node: Function | ast.ClassDef) -> str:
-    """Return a heading, how it is called or what it derives from, and its words."""
+    """Return a heading, the signature or the base classes, and the docstring."""
     if isinstance(node, ast.ClassDef):
         fields = [
             part for part in node.body if isinstance(part, ast.AnnAssign) and not ast.unparse(part).startswith("_")
@@ -133,7 +138,7 @@ def entry(level: str, title: str, node: Function | ast.ClassDef) -> str:
 
 
 def signature(node: Function) -> str:
-    """Return how a function is defined, without its body; a long one has a line for each parameter."""
+    """Return the signature of a function; a long one has a line for each parameter."""
     given = node.args
     plain = [*given.posonlyargs, *given.args]
     pairs = [*zip(plain, [None] * (len(plain) - len(given.defaults)) + given.defaults, strict=True)]

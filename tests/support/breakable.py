@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from refitd.testing import Cluster, Process
-from refitd.testing.leaks import files_in
+from refitd.testing.processes import files_in
 
 ROOT = Path(__file__).parents[2]
 Event = tuple[float, str, dict[str, Any]]
@@ -36,18 +36,18 @@ class Member(Process):
         assert popen.stdout is not None
         with popen.stdout as said:
             for line in said:
-                with contextlib.suppress(ValueError):  # the last line of one that was killed
+                with contextlib.suppress(ValueError):  # the last line of a killed process may be incomplete
                     self._said((time.monotonic(), self.name, json.loads(line)))
 
     def kill(self) -> None:
-        """End it at once; let go of its pipes."""
+        """Kill it, and close the pipes to it."""
         super().kill()
         if self.popen is not None and self.popen.stdin is not None:
             with contextlib.suppress(OSError):
                 self.popen.stdin.close()
 
     def tell(self, **command: Any) -> None:
-        """Send it a command; does nothing if it has ended."""
+        """Send it a command, unless it has ended."""
         assert self.popen is not None and self.popen.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self.popen.stdin.write(json.dumps(command).encode() + b"\n")
@@ -55,9 +55,9 @@ class Member(Process):
 
 
 class BreakableCluster(Cluster):
-    """Everything that runs, once `start` is called; the trainer is beside the first node.
+    """All processes of the cluster, once `start` is called; the trainer is beside the first node.
 
-    `events` has what trainer and engines (tests/support/breakable_member.py) said: when, who, what.
+    `events` has the reports of trainer and engines (tests/support/breakable_member.py): time, process, report.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class BreakableCluster(Cluster):
         endpoint: str = "",
         families: Mapping[str, str] | None = None,
     ) -> None:
-        """`replicas` says where each is and its way; `ranks` is how many the trainer and every replica have.
+        """`replicas` gives node and way of each replica; the trainer and every replica have `ranks` ranks.
 
         `families` are members that publish, swap and serve on their own (tests/support/family_member.py), with the
         node of each.
@@ -81,7 +81,7 @@ class BreakableCluster(Cluster):
         self._temporary = self.folder / "tmp"
         self._temporary.mkdir()
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.processes: list[Process] = []  # in the order in which they are started
+        self.processes: list[Process] = []  # in starting order
 
     def start(self) -> Self:
         super().start()
@@ -123,12 +123,12 @@ class BreakableCluster(Cluster):
         return {pid: command for pid, command in self.running().items() if pid not in known}
 
     def folders(self) -> dict[str, Path]:
-        """Return the folders in which processes may leave files, by process."""
+        """Return the folders where processes may leave files, by process."""
         found = {name: daemon.directory for name, daemon in self.daemons.items()}
         return {**found, "the coordinator": self.journal.parent, "$TMPDIR": self._temporary}
 
     def stop(self) -> list[str]:
-        """End everything in order; return what was left behind."""
+        """End all processes in order; return their leftovers."""
         for member in (*self.families.values(), *self.engines.values(), self.trainer):
             member.kill()
         return super().stop() + [f"$TMPDIR: {name}" for name in files_in(self._temporary)]

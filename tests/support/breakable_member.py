@@ -1,13 +1,21 @@
-"""A process of a cluster: a trainer that publishes when told, or a replica that checks all it serves, all the time.
+"""A process of a cluster: a trainer that publishes when told, or a replica that checks its live version all the time.
 
     python -m tests.support.breakable_member trainer --directory DIRECTORY [--ranks N]
     python -m tests.support.breakable_member engine --directory DIRECTORY [--ranks N] --replica NAME --way WAY
 
-A replica polls, with tensors of its own (polls) or of an arena, which workers copy to (copies) or which is exchanged
-(flips), and may leave right after a commit and come back (leaves); or is asked to stand still, and copies (asked),
-exchanges (flips-asked) or is written to (in-place) meanwhile; or has a callback, keeps its commits, and tries old ones
-again (callback). All of its ranks are in this process, and commit together.
-Every element of version 7 is 7, so that any read shows what is torn. Events are lines of JSON on stdout.
+The ways of a replica:
+
+    polls         has its own tensors
+    copies        has tensors in an arena, and copies
+    flips         has an arena that is exchanged
+    leaves        may leave right after a commit, and registers again
+    asked         pauses when asked, and copies during the pause
+    flips-asked   pauses when asked, and exchanges arenas
+    in-place      pauses when asked, and its live tensors are written
+    callback      commits when its controller says so
+
+All ranks of a replica are in this process, and commit together.
+Every element of version 7 is 7, so any read shows a mix of versions. Events are lines of JSON on stdout.
 """
 
 from __future__ import annotations
@@ -27,7 +35,7 @@ import torch
 import refitd
 from refitd import ParameterMetadata
 from refitd.buffers import mapping
-from refitd.client.flip import ArenaPair
+from refitd.client.take_over import ArenaPair
 
 MODEL = "broken"
 WAYS = ("polls", "copies", "flips", "leaves", "asked", "flips-asked", "in-place", "callback")
@@ -37,7 +45,6 @@ PATIENCE_S = 5.0  # with a daemon that does not answer
 BEAT_S = 0.1
 RETRY_S = 0.1
 READ_AGAIN_S = 0.005
-KEPT_COMMITS = 4
 LEAVES_EVERY = 5  # commits
 
 Tensors = dict[str, torch.Tensor]
@@ -46,7 +53,7 @@ Tensors = dict[str, torch.Tensor]
 def emit(event: str, **fields: Any) -> None:
     """Send an event to the driver; end this process if the driver is gone."""
     try:
-        # one call: several threads tell
+        # one write call, because several threads send events
         os.write(1, json.dumps({"event": event, "at": time.time(), **fields}).encode() + b"\n")
     except OSError:
         os._exit(0)
@@ -90,7 +97,7 @@ class Trainer:
         self._sources: list[Any] = []
 
     def be_there(self) -> None:
-        """Register with the running daemon; without a publish the loss of the old one goes unnoticed."""
+        """Register with the running daemon. Without a publish, the loss of the old one would go unnoticed."""
         if self._client is not None:
             self._client.free(self._client.allocate({"any": ((1,), torch.uint8)}, timeout=PATIENCE_S))
         self.register()
@@ -118,7 +125,7 @@ class Trainer:
             try:
                 source.publish(version, timeout=PATIENCE_S)
             except refitd.RefusedError as exc:
-                if "is not newer than" not in str(exc):  # what is held already is published already
+                if "is not newer than" not in str(exc):  # a version that is already live was published before
                     raise
 
     def lose(self) -> None:
@@ -155,10 +162,9 @@ class Trainer:
 
 
 class Exchanges:
-    """Counts this process's exchanges of arenas; if told, stands still or ends inside one.
+    """Counts this process's exchanges of arenas; on request, waits or ends inside one.
 
-    A point is "half", where both mappings are half way, or "exchanged", before anybody is told that they have changed
-    places.
+    A point is "half", where one of the two mappings has moved, or "exchanged", before any process is told.
     """
 
     def __init__(self) -> None:
@@ -205,7 +211,7 @@ class Engine:
         self._targets: list[Any] = []
         self._shards: list[Tensors] = []
         self._reading = threading.Lock()
-        self._still: set[int] = set()  # ranks that stand still: nothing is read unless all of them move
+        self._still: set[int] = set()  # not empty while the controller pauses this replica; reads are then skipped
         self._said: int | None = -1
         self.reads = self.nothing = self.torn = 0
         self.may_commit = threading.Event()
@@ -213,8 +219,7 @@ class Engine:
         self.anew = self.leaves = self.ends = False
         self._exchanges = Exchanges()
         self._told_pending: int | None = None
-        self._kept: list[Any] = []  # commits that are over
-        self._commits = 0
+        self._commits = self._steps = 0
 
     @property
     def _polls(self) -> bool:
@@ -224,25 +229,41 @@ class Engine:
         client = refitd.connect(self._directory, name=self._replica, timeout=PATIENCE_S, reconnect=False)
         self._shards, self._targets, self._still = [], [], set()
         try:
+            if not self._polls:
+                self._control(client, self._targets, self._still)
             for rank in range(self._ranks):
-                self._targets.append(self._register_rank(client, rank, self._still))
+                self._targets.append(self._register_rank(client, rank))
         except BaseException:
             client.close()
             raise
         self._client = client
 
-    def _register_rank(self, client: refitd.Client, rank: int, still: set[int]) -> Any:
+    def _control(self, client: refitd.Client, targets: list[Any], still: set[int]) -> None:
+        def commit(version: int) -> None:
+            while len(targets) < self._ranks:  # they are being registered
+                time.sleep(0.001)
+            if self._way == "callback":
+                self.may_commit.wait()
+            with self._reading:
+                for target in targets:
+                    target.poll()
+
+        client.control_replica(
+            MODEL,
+            self._replica,
+            pause=None if self._way == "callback" else lambda version: self._pause(still, version),
+            commit=commit,
+            resume=lambda version: self._go_on(still, version),
+            timeout=PATIENCE_S,
+        )
+
+    def _register_rank(self, client: refitd.Client, rank: int) -> Any:
         tensors, metadata = shard(rank, self._ranks, dim=0)
         options: dict[str, Any] = {}
         if mode := MODES.get(self._way):
             wanted = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
             tensors = client.allocate(wanted, timeout=PATIENCE_S)
             options["mode"] = mode
-        if self._way == "callback":
-            options["on_commit"] = self._take
-        elif not self._polls:
-            options["on_pause"] = lambda version: self._pause(still, rank, version)
-            options["on_resume"] = lambda version: self._go_on(still, rank, version)
         self._shards.append(tensors)
         return client.register_target(
             MODEL,
@@ -255,37 +276,19 @@ class Engine:
             **options,
         )
 
-    # `still` belongs to one registration: a late word about an earlier one changes nothing
+    # `still` belongs to one registration: a late call for an earlier one has no effect
 
-    def _pause(self, still: set[int], rank: int, version: int) -> None:
+    def _pause(self, still: set[int], version: int) -> None:
         emit("asked", version=version)
         self.may_commit.wait()
         with self._reading:
-            still.add(rank)
+            still.add(0)
 
-    def _go_on(self, still: set[int], rank: int, version: int | None) -> None:
+    def _go_on(self, still: set[int], version: int | None) -> None:
         with self._reading:
-            still.discard(rank)
+            still.clear()
             if version is None and still is self._still:
                 self._say(None)  # however short that is
-
-    def _take(self, commit: Any) -> None:
-        self.may_commit.wait()
-        with self._reading:
-            commit.apply()
-            self._kept = [*self._kept[-KEPT_COMMITS:], commit]
-
-    def _try_old_commits(self) -> None:
-        """Check that commits of ended swaps are refused and write nothing."""
-        with self._reading:
-            kept = self._kept[:]
-        for commit in kept:
-            try:
-                commit.apply()
-            except refitd.RefitdError:
-                continue
-            self.torn += 1
-            emit("torn", tensor="an old commit was applied", version=commit.version)
 
     def step(self) -> None:
         """Reach a commit point, then read everything."""
@@ -297,19 +300,16 @@ class Engine:
         if self._polls and not self.may_commit.is_set():
             self._tell_pending()
         elif self._polls:
-            pending = [-1 if target.pending is None else target.pending for target in self._targets]
-            agreed = min(pending) if min(pending) == max(pending) else -1
-            taken = [target.poll(lambda _: agreed) for target in self._targets]
+            self._steps += 1
+            taken = [target.poll(step=self._steps) for target in self._targets]
             if any(version is not None for version in taken):
                 self._commits += 1
                 if self.leaves or (self._way == "leaves" and self._commits % LEAVES_EVERY == 0):
                     self.leaves = False
                     self.lose()
                     return
-        if self._way == "callback":
-            self._try_old_commits()
         for target in self._targets:
-            # what is poisoned is healed by the next swap, and has nothing to do for that
+            # the next swap repairs a poisoned target; the engine does not act
             if target.error is not None and not (self._way == "in-place" and target.error.code == "commit"):
                 # another error: the target's own, once raised, would keep this frame, and that the target's tensors
                 raise refitd.TransportError(f"{type(target.error).__name__}: {target.error}")
@@ -326,7 +326,7 @@ class Engine:
 
     def _read(self) -> None:
         versions = {target.version for target in self._targets}
-        # where one rank could not follow, the replica serves nothing until all of them can
+        # if one rank could not catch up, the replica serves no version until all ranks can
         version = versions.pop() if len(versions) == 1 else None
         self._say(version)
         if version is None:
@@ -397,7 +397,7 @@ class Engine:
     def _beat(self) -> None:
         looked = time.time()  # before it is asked: a process that is stopped in between asks later
         versions = {target.version for target in self._targets} if self._client is not None else {None}
-        # an old version is what any rank serves
+        # a rank that still serves an older version counts
         oldest = min((version for version in versions if version is not None), default=None)
         counts = {"reads": self.reads, "nothing": self.nothing, "torn": self.torn, "exchanges": self._exchanges.count}
         emit("reads", **counts, looked=looked, oldest=oldest)

@@ -18,6 +18,7 @@ from refitd.protocol.reports import (
     MemberReport,
     ModelStatus,
     NodeStatus,
+    NodeTrace,
     PairTraffic,
     ParameterTraffic,
     PlanReport,
@@ -26,9 +27,10 @@ from refitd.protocol.reports import (
     SwapProgress,
     SwapReport,
     TargetStatus,
+    TraceReport,
+    TraceSpan,
     VerifyReport,
 )
-from refitd.protocol.traces import NodeTrace, TraceReport, TraceSpan
 from refitd_cli.control import main as refitctl
 from refitd_cli.session import Session
 from tests.support.json_schema import check_printed
@@ -233,7 +235,7 @@ class Ran(NamedTuple):
 
 
 def run(client: object, *arguments: str, command: click.Group = refitctl, is_real: bool = True) -> Ran:
-    """Run a command that finds this client, or this error; `is_real`: what it prints as JSON fits its schema."""
+    """Run a command that finds this client, or this error. `is_real`: check printed JSON by the command's schema."""
 
     def factory(address: str | None) -> object:
         if isinstance(client, FakeClient):

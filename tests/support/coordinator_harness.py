@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Self
 
 from refitd import ParameterMetadata
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import actions as act
-from refitd.coordinator.cables import cables_for
+from refitd.coordinator.fleet import Ids
+from refitd.coordinator.journals.base import Drained, LiveVersion, Recovered, SwapRecord
+from refitd.coordinator.nodes import cables_for
 from refitd.coordinator.plans import make_plan
-from refitd.coordinator.records import Drained, LiveVersion, Recovered, SwapRecord
+from refitd.coordinator.reports import completed
 from refitd.coordinator.state import CoordinatorState
 from refitd.errors import RefitdError
 from refitd.events import Log, Tick
@@ -18,8 +19,25 @@ from refitd.protocol import cluster, local, shards
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.codec import digest_of, pack
 from refitd.protocol.reports import NodeStatus, SwapProgress, SwapReport
+from tests.support.shares import Shares
 
 NO_CATCH_UP = Config(models={"m": ModelConfig(catch_up=False)})
+
+
+class Numbered(Ids):
+    """Ids that tests can name: swap1, swap2, ... and run1, run2, ..."""
+
+    def __init__(self) -> None:
+        super().__init__(b"seed")
+        self.swaps = self.runs = 0
+
+    def swap(self) -> str:
+        self.swaps += 1
+        return f"swap{self.swaps}"
+
+    def run(self) -> str:
+        self.runs += 1
+        return f"run{self.runs}"
 
 
 class Past:
@@ -32,28 +50,34 @@ class Past:
     def is_new(self) -> bool:
         return not self.records
 
-    def decided(self, model: str) -> list[LiveVersion]:
+    def decided(self, swap: str) -> SwapRecord | None:
+        return self.records.get(swap)
+
+    def recent(self, model: str, limit: int) -> list[SwapRecord]:
+        return [r for r in reversed(self.records.values()) if model in ("", r.model)][:limit]
+
+    def _decided(self, model: str) -> list[LiveVersion]:
         found = [r for r in self.records.values() if r.model == model and r.is_decided]
         return [LiveVersion(r.version, r.run, n, r.swap) for n, r in enumerate(found, 1)]
 
     def live(self, model: str) -> LiveVersion | None:
-        return self.decided(model)[-1] if self.decided(model) else None
+        return self._decided(model)[-1] if self._decided(model) else None
 
     def highest(self, model: str) -> int:
-        return max((live.version for live in self.decided(model)), default=-1)
+        return max((live.version for live in self._decided(model)), default=-1)
 
     def tried(self, model: str) -> tuple[int, str]:
         return -1, ""
 
     def before(self, model: str, version: int) -> LiveVersion | None:
-        return next((live for live in reversed(self.decided(model)) if live.version < version), None)
+        return next((live for live in reversed(self._decided(model)) if live.version < version), None)
 
     def continues(self, journal: str) -> bool:
         return journal == self.id
 
 
 class Harness:
-    """Feeds a coordinator, performs its plans and journal writes at once, collects what it sends."""
+    """Feeds a coordinator, performs its plans and journal writes immediately, collects the messages that it sends."""
 
     def __init__(
         self,
@@ -67,38 +91,35 @@ class Harness:
         self.drained = {} if drained is None else drained
         self.decided: set[str] = set()  # swaps whose decision was written
         self.recovered: list[Recovered] = []
-        runs = itertools.count(1)
         self.journal_error: RefitdError | None = None
-        numbers = itertools.count(1)
         self.state = CoordinatorState(
             config=config or Config(),
             boot="boot",
             pid=1,
             started=0.0,
-            new_swap_id=lambda: f"swap{next(numbers)}",
-            wall_clock=lambda: 1.0,
-            decided=self.journal.get,
-            recent=lambda model, limit: [r for r in reversed(self.journal.values()) if model in ("", r.model)][:limit],
+            ids=Numbered(),
             past=Past(self.journal),
             is_standalone=is_standalone,
-            new_run=lambda: f"run{next(runs)}",
             drained=dict(self.drained),
         )
         self.now = 0.0
         self.plans_made = 0
         self.sent: list[tuple[str, int, object]] = []
+        self.shares = Shares()
         self.illegal: list[object] = []
-        self.unbegun: list[object] = []  # why catch-ups could not begin
+        self.unbegun: list[object] = []  # reasons why catch-ups could not begin
 
     def feed(self, event: act.Event) -> None:
         pending = [event]
         while pending:
-            for instruction in self.state.handle(pending.pop(0), self.now):
+            for instruction in self.state.handle(pending.pop(0), self.now, wall=1.0):
                 match instruction:
                     case act.Send(identity, request, message):
+                        if isinstance(message, cluster.LoadPlan):
+                            self.shares |= message.given
                         self.sent.append((identity.decode(), request, message))
-                    case act.Answer(identity, request, make):
-                        self.sent.append((identity.decode(), request, make()))
+                    case act.Answer(identity, request) as answer:
+                        self.sent.append((identity.decode(), request, completed(answer)))
                     case act.MakePlan(ticket, rosters, _, last, speeds):
                         self.plans_made += 1
                         cables = cables_for(speeds, (roster.node for roster in rosters))
@@ -106,11 +127,8 @@ class Harness:
                             pending.append(act.Planned(ticket, make_plan(rosters, last=last, cables=cables)))
                         except RefitdError as exc:
                             pending.append(act.Planned(ticket, None, exc))
-                    case act.Decide(records) as decided:
-                        if self.journal_error is None:
-                            self.journal |= {record.swap: record for record in records}
-                            self.decided |= set(decided.swaps)
-                        pending.append(act.JournalWritten(decided.swaps, self.journal_error))
+                    case act.Decide(records):
+                        pending.append(self.written(records))
                     case Log("illegal", fields):
                         self.illegal.append(fields["reason"])
                     case Log("catch-up-refused", fields):
@@ -129,6 +147,16 @@ class Harness:
                         self.journal.pop(record.swap, None)
                         self.journal[record.swap] = record
 
+    def written(self, records: tuple[SwapRecord, ...]) -> act.JournalWritten:
+        """Write a decision; return the journal's answer."""
+        swaps = tuple(record.swap for record in records)
+        if self.journal_error is not None:
+            return act.JournalWritten(swaps, self.journal_error)
+        self.journal |= {record.swap: record for record in records}
+        self.decided |= set(swaps)
+        decisions = [self.state.past.live(record.model) for record in records]
+        return act.JournalWritten(swaps, None, tuple(0 if live is None else live.sequence for live in decisions))
+
     def say(self, node: str, message: cluster.NodeMessage, request: int = 0) -> list[object]:
         """Feed a daemon's message; return the messages sent in response."""
         self.sent.clear()
@@ -141,11 +169,10 @@ class Harness:
         pid: int = 10,
         workers: tuple[int, ...] = (),
         *,
-        keeps_parts: bool = False,
         protocol: int = PROTOCOL_VERSION,
     ) -> Self:
         status = NodeStatus(node=node, host="h", pid=pid, workers=workers, clients=0, arenas=0, arena_bytes=0)
-        hello = cluster.NodeHello(protocol=protocol, status=status, keeps_parts=keeps_parts)
+        hello = cluster.NodeHello(protocol=protocol, status=status)
         assert isinstance(self.say(node, hello)[-1], cluster.NodeWelcome)
         return self
 
@@ -175,12 +202,13 @@ class Harness:
     def ready(self) -> Self:
         """One source with version 1, one target, on one node."""
         self.join()
-        assert self.add("src") == [cluster.SourceAdmitted(run="run1", next_version=0)]
+        assert self.add("src") == [local.Done(run="run1", next_version=0)]
         assert self.add("a") == [local.Done()]
-        self.say("n0", cluster.ShardPublished(member="src", version=1), request=4)
+        self.say("n0", local.Publish(member="src", version=1), request=4)
         return self
 
     def until_staging(self, timeout_s: float = 0.0) -> str:
+        """Begin the first swap of these members; a later one reuses the plan, so use `say` with StartSwap."""
         asked = self.say("n0", local.StartSwap("m", timeout_s=timeout_s), request=9)
         (load,) = [m for m in asked if isinstance(m, cluster.LoadPlan)]
         (stage,) = [m for m in self.say("n0", cluster.PlanLoaded(plan=load.plan)) if isinstance(m, cluster.Stage)]
@@ -200,7 +228,7 @@ def commit(h: Harness, swap: str, *members: str, node: str = "n0") -> list[objec
     h.say(node, cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
     sent: list[object] = []
     for member in members:
-        sent = h.say(node, cluster.MemberCommitted(swap=swap, member=member, paused_s=0.0))
+        sent = h.say(node, local.CommitDone(swap=swap, member=member, paused_s=0.0))
     return sent
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import shutil
 import sqlite3
 import tempfile
@@ -16,18 +15,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from refitd.config import Config
 from refitd.coordinator import actions as act
 from refitd.coordinator.descriptions import MAX_UNUSED_SHARDS
+from refitd.coordinator.journals.base import Recovered
 from refitd.coordinator.journals.file import FileJournal
 from refitd.coordinator.plans import make_plan
-from refitd.coordinator.records import Recovered
-from refitd.coordinator.schedule import MAX_QUEUED
+from refitd.coordinator.reports import completed
 from refitd.coordinator.state import NODE_SILENCE_S, CoordinatorState
+from refitd.coordinator.swap_queue import MAX_QUEUED
 from refitd.errors import CommitError, RefitdError
 from refitd.events import Log, Tick
-from refitd.protocol import cluster, local
+from refitd.protocol import cluster, local, sidecar
+from tests.support.coordinator_harness import Numbered
 from tests.support.coordinator_sims import Sim
 
 NODES = ("n0", "n1")
-MEMBERS = {"src": "n0", "a": "n0", "b": "n1", "c": "n1"}  # c says that it stands still before anything is decided
+MEMBERS = {"src": "n0", "a": "n0", "b": "n1", "c": "n1"}  # c reports that it is paused before any decision
 EVENTS_QUEUED = 200
 
 
@@ -51,19 +52,19 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @initialize(honest=st.booleans())
     def begin(self, honest: bool) -> None:
-        self.honest = honest  # daemons say what they do, once, and nothing else
-        # a few thousand fsyncs a minute, of which nothing here depends on the disk
+        self.honest = honest  # daemons report only what they do, and only once
+        # on a disk this would be a few thousand fsyncs a minute, and no test here depends on them
         memory = Path("/dev/shm")
         self.directory = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
         self.now = 0.0
-        self.numbers = itertools.count(1)
+        self.ids = Numbered()
         self.lives = 0
         self.before_drain: set[str] = set()  # swaps that ran when a node was drained last
         self.dies_deciding = False
         self.has_lost_its_journal = False
         self.journalled: set[str] = set()  # decided, and in the present journal
         self.identities: set[tuple[int, str]] = set()  # of all that was ever decided
-        self.forgotten: set[tuple[int, str]] = set()  # what was decided and nobody knows it any more
+        self.forgotten: set[tuple[int, str]] = set()  # decisions that no process still knows
         self.decided: dict[str, tuple[int, str]] = {}  # journalled, whether the coordinator heard of it or not
         self.aborted: set[str] = set()
         self.said_staged: set[tuple[str, str]] = set()  # (swap, node), heard by the coordinator
@@ -86,13 +87,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
             boot=f"boot{self.lives}",
             pid=self.lives,
             started=self.now,
-            new_swap_id=lambda: f"s{next(self.numbers)}",
-            wall_clock=lambda: self.now,
-            decided=self.journal.decided,
-            recent=self.journal.recent,
+            ids=self.ids,
             past=self.journal,
             is_standalone=True,
-            new_run=lambda: f"r{next(self.numbers)}",
             drained=self.journal.drained(),
         )
 
@@ -102,14 +99,14 @@ class CoordinatorMachine(RuleBasedStateMachine):
         pending = [event]
         while pending:
             assert len(pending) < EVENTS_QUEUED
-            for instruction in self.state.handle(pending.pop(0), self.now):
+            for instruction in self.state.handle(pending.pop(0), self.now, self.now):
                 match instruction:
                     case act.Send(identity, _, message):
                         self.sent(identity, message)
                     case Log("illegal", fields):
                         assert not self.honest, f"words that were only late or repeated were refused: {fields}"
-                    case act.Answer(identity, _, make):
-                        self.sent(identity, make())
+                    case act.Answer(identity) as answer:
+                        self.sent(identity, completed(answer))
                     case act.MakePlan(ticket, rosters):
                         try:
                             pending.append(act.Planned(ticket, make_plan(rosters)))
@@ -118,7 +115,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
                     case act.Decide((record,)):
                         self.decide(record.swap)
                         try:
-                            self.journal.write(record)
+                            sequences = tuple(self.journal.write(record))
                         except CommitError as exc:
                             pending.append(act.JournalWritten((record.swap,), exc))
                         else:
@@ -130,7 +127,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
                                 self.dies_deciding = False
                                 self.coordinator_is_killed_and_started_again()
                                 return
-                            pending.append(act.JournalWritten((record.swap,)))
+                            pending.append(act.JournalWritten((record.swap,), None, sequences))
                     case act.WriteDrain(drain, waiter):
                         with contextlib.suppress(CommitError):
                             self.journal.set_drain(drain, self.now)
@@ -142,7 +139,6 @@ class CoordinatorMachine(RuleBasedStateMachine):
                         assert (record.state != "aborted") == (record.swap in self.decided), record
                         with contextlib.suppress(CommitError):
                             self.journal.note(record)
-            assert not self.state._out
 
     def decide(self, swap: str) -> None:
         """Check that every node with a target of the swap has staged it."""
@@ -153,7 +149,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def sent(self, identity: bytes, message: object) -> None:
         if isinstance(message, cluster.CommitStaged):
             known = message.swap in (self.decided if self.has_lost_its_journal else self.journalled)
-            # who has lost the journal may go by what was decided, whatever swap brings it here
+            # after the journal is lost, a decision may be learned from a daemon, in any swap
             learned = self.has_lost_its_journal and (message.version, message.run) in self.identities
             assert known or learned, f"{message.swap} is committed and not in the journal"
             assert message.swap not in self.aborted
@@ -200,7 +196,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule(steps=st.integers(0, 12), full=st.sampled_from([False, False, False, True]), abort=st.booleans())
     def swap_gets_so_far(self, steps: int, full: bool, abort: bool) -> None:
-        """Run a swap for some steps, so that the next rule acts in its middle; phases take two or three steps."""
+        """Run a swap for some steps, to let the next rule act in the middle of it. Phases take two or three steps."""
         self.trainer_publishes()
         self.all_is_delivered()
         self.journal.full = full
@@ -225,14 +221,14 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def trainer_publishes(self) -> None:
         self.version += 1
         self.sims["n0"].versions.add(self.version)
-        self.sims["n0"].outbox.append(cluster.ShardPublished(member="src", version=self.version))
+        self.sims["n0"].outbox.append(local.Publish(member="src", version=self.version))
 
     @precondition(lambda self: self.sims["n0"].versions)
     @rule(data=st.data())
     def trainer_withdraws(self, data: st.DataObject) -> None:
         version = data.draw(st.sampled_from(sorted(self.sims["n0"].versions)))
         self.sims["n0"].versions.discard(version)
-        self.sims["n0"].outbox.append(cluster.ShardWithdrawn(member="src", version=version))
+        self.sims["n0"].outbox.append(local.Withdraw(member="src", version=version))
 
     @rule(node=st.sampled_from(NODES), queue=st.booleans(), rollback=st.sampled_from([False, False, True]))
     def swap_is_asked_for(self, node: str, queue: bool, rollback: bool) -> None:
@@ -246,7 +242,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def node_is_drained_or_resumed(self, node: str, via: str, resumes: bool) -> None:
         if node not in self.state.drained:
             self.before_drain = {s.running.swap.swap for s in self.state.models.values() if s.running}
-        self.say(self.sims[via], local.ResumeNode(node=node) if resumes else local.DrainNode(node=node), request=9)
+        self.say(self.sims[via], local.DrainNode(node=node, drained=not resumes), request=9)
 
     @rule(member=st.sampled_from(sorted(MEMBERS)))
     def member_joins_or_leaves(self, member: str) -> None:
@@ -258,7 +254,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             if member == "src":
                 sim.versions.clear()
                 sim.run = ""
-            sim.outbox.append(cluster.RemoveShard(member=member, reason="left"))
+            sim.outbox.append(local.Deregister(member=member, reason="left"))
         else:
             sim.members[member] = None
             sim.introduce(member)
@@ -295,7 +291,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @rule(older=st.booleans())
     def coordinator_loses_its_journal(self, older: bool) -> None:
         """Replace the journal by an empty one or an earlier copy: only daemons may know what was decided."""
-        self.has_lost_its_journal = True  # once: what is lost twice, nobody could be asked about
+        self.has_lost_its_journal = True  # only once: no daemon might know a decision that is lost a second time
         self.journal.close()
         for name in ("journal", "journal-wal", "journal-shm"):
             (self.directory / name).unlink(missing_ok=True)
@@ -343,22 +339,21 @@ class CoordinatorMachine(RuleBasedStateMachine):
         node=st.sampled_from(NODES),
         number=st.integers(1, 6),
         member=st.sampled_from([*MEMBERS, "stranger"]),
-        what=st.integers(0, 9),
+        what=st.integers(0, 8),
     )
     def somebody_talks_nonsense(self, node: str, number: int, member: str, what: int) -> None:
-        """Send messages about swaps that have ended, have not begun, or belong to others; never StageDone."""
+        """Send messages about swaps that have ended, have not begun, or belong to other nodes; never StageDone."""
         swap = f"s{number}"
         message = (
             cluster.StageProgress(swap=swap, bytes_done=7),
-            cluster.StageFailed(swap=swap, where="w", reason="r"),
-            cluster.MemberQuiet(swap=swap, member=member),
-            cluster.MemberCommitted(swap=swap, member=member, paused_s=0.0),
-            cluster.MemberCommitFailed(swap=swap, member=member, reason="r"),
+            cluster.StageDone(swap=swap, where="w", reason="r"),
+            local.CommitDone(swap=swap, member=member, paused_s=0.0),
+            local.CommitFailed(swap=swap, member=member, reason="r"),
             cluster.PlanLoaded(plan="p", epoch="e"),
-            cluster.EpochLost(plan="p", epoch="e", where="w", reason="r"),
-            cluster.EpochPut(epoch="e", lane=0, key="k", value=b"v"),
-            cluster.ShardPublished(member=member, version=3),
-            cluster.DetachShard(member=member, reason="r"),
+            cluster.PlanLoaded(plan="p", epoch="e", where="w", reason="r"),
+            sidecar.LaneValue(epoch="e", lane=0, key="k", value=b"v"),
+            local.Publish(member=member, version=3),
+            local.Deregister(member=member, reason="r", detached=True),
         )[what]
         with contextlib.suppress(KeyError):
             self.say(self.sims[node], message)
@@ -370,9 +365,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if not hasattr(self, "state"):
             return
         s = self.state
-        assert len(s.nodes) <= len(NODES) and len(s._members) <= len(MEMBERS)
-        assert len(s._descriptions._shards) <= MAX_UNUSED_SHARDS + len(MEMBERS)
-        assert not s.swaps.preparation.planning.requests
+        assert len(s.nodes) <= len(NODES) and len(s.members) <= len(MEMBERS)
+        assert len(s.descriptions._known) <= MAX_UNUSED_SHARDS + len(MEMBERS)
+        assert not s.plan_requests
         assert all(len(m.queue) <= MAX_QUEUED for m in s.models.values())
 
     @invariant()
@@ -396,7 +391,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "state"):
             return
-        # once everybody listens again, what was decided is finished, what was not is forgotten, and nothing hangs
+        # once all processes listen again: decided swaps finish, undecided ones are discarded, and no swap hangs
         self.journal.full = False
         self.journal.flush()
         for round_ in range(12):
@@ -410,7 +405,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
                 assert any(s.running and s.running.swap.swap == swap for s in self.state.models.values()), (
                     f"{member} waits for {swap}, which nobody is working on"
                 )
-        # and it is written how the last of it ended
+        # and the journal has the end of the last swap
         past = [record for record in self.journal.recent("m", 100) if record.is_decided]
         busy = any(s.running for s in self.state.models.values())
         assert busy or not past or past[0].state in ("committed", "incomplete"), past[0]

@@ -10,6 +10,7 @@ from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.codec import digest_of, pack
 from refitd.protocol.reports import NodeStatus
 from refitd.protocol.shards import shard_of
+from tests.support.shares import Shares
 
 SHARD = shard_of([ParameterMetadata("w", (4, 4), "bfloat16", 2, resolved_name="w")])
 DIGEST = digest_of(SHARD)
@@ -31,6 +32,7 @@ class Sim:
     live: dict[str, cluster.LiveClaim] = field(default_factory=dict)
     staged: dict[str, tuple[str, int, str]] = field(default_factory=dict)  # target -> swap, version, run
     plans: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the members of each
+    shares: Shares = field(default_factory=Shares)
     inbox: list[object] = field(default_factory=list)
     outbox: list[object] = field(default_factory=list)
 
@@ -59,7 +61,6 @@ class Sim:
                 versions=tuple(sorted(self.versions)) if source else (),
                 version=None if source else self.members[member],
                 staged=staged[0] if staged else None,
-                pauses=member == "c",
                 run=self.run if source else self.runs.get(member, ""),
                 staged_version=staged[1] if staged else None,
                 staged_run=staged[2] if staged else "",
@@ -74,28 +75,26 @@ class Sim:
                     self.boot = boot
                     for member in self.members:
                         self.introduce(member)
-            case cluster.SourceAdmitted(run):
+            case local.Done(run) if run:
                 self.run = run
             case cluster.LiveIs(live):
                 self.live[live.model] = live
-            case cluster.FenceMember(member):
+            case local.Fence(member):
                 self.fenced.add(member)
             case local.Failure(code) if code == "unknown-node":
                 self.boot = ""
                 self.hello()
-            case cluster.LoadPlan(plan, members=members, epoch=epoch):
-                self.plans[plan] = members
+            case cluster.LoadPlan(plan, epoch=epoch) as load:
+                self.plans[plan] = self.shares.open(load).members
                 name = epoch.id if epoch else ""
                 loaded = cluster.PlanLoaded(plan=plan, epoch=name)
-                broken = cluster.PlanRefused(plan=plan, epoch=name, where="w", reason="r")
+                broken = cluster.PlanLoaded(plan=plan, epoch=name, where="w", reason="r")
                 self.outbox.append(loaded if works else broken)
-            case cluster.Pause(swap, _, members):
-                for member in members:
-                    failed = cluster.MemberCommitFailed(swap=swap, member=member, reason="no")
-                    self.outbox.append(cluster.MemberQuiet(swap=swap, member=member) if works else failed)
+            case cluster.Stage(plan=""):
+                pass  # a rollback by exchange
             case cluster.Stage(swap, plan, version, run=run):
                 if not works:
-                    self.outbox.append(cluster.StageFailed(swap=swap, where="w", reason="r"))
+                    self.outbox.append(cluster.StageDone(swap=swap, where="w", reason="r"))
                     return
                 self.staged |= {
                     member: (swap, version, run)
@@ -111,8 +110,8 @@ class Sim:
                     self.members[member] = version if works else None
                     self.runs[member] = run
                     self.fenced.discard(member)
-                    done = cluster.MemberCommitted(swap=swap, member=member, paused_s=0.0)
-                    failed = cluster.MemberCommitFailed(swap=swap, member=member, reason="no")
+                    done = local.CommitDone(swap=swap, member=member, paused_s=0.0)
+                    failed = local.CommitFailed(swap=swap, member=member, reason="no")
                     self.outbox.append(done if works else failed)
             case cluster.Abort(swap):
                 for member in [m for m, (staged, _, _) in self.staged.items() if staged == swap]:

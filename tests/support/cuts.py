@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 import refitd
+from tests.support.shards import meta
 
 
 def in_cuts(
@@ -18,17 +19,9 @@ def in_cuts(
         first = len(found)
         parts = [whole] if dim is None else whole.chunk(2, dim)
         for part in parts:
-            meta = refitd.ParameterMetadata(
-                name="w",
-                shape=tuple(part.shape),
-                dtype=whole.dtype,
-                element_size=whole.element_size(),
-                is_tp=dim is not None,
-                partition_dim=dim or 0,
-                owner_rank=len(found),
-                tensor_parallel_group_ranks=None if dim is None else [first, first + 1],
-            )
-            found.append(({"w": part.clone()}, [meta]))
+            group = None if dim is None else [first, first + 1]
+            split = {"is_tp": dim is not None, "partition_dim": dim or 0, "tensor_parallel_group_ranks": group}
+            found.append(({"w": part.clone()}, [meta("w", part, len(found), **split)]))
     return found
 
 
@@ -50,7 +43,6 @@ def offered_in_cuts(
             rank=rank,
             world_size=len(held),
             metadata=described,
-            pull={"copied": False, "pulled": True}.get(mode),
         )
         found.append((source, tensors["w"]))
     return found

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from math import prod
+
 import numpy as np
 from msgspec import structs
 
 from refitd.daemon import actions as act
+from refitd.daemon.router import handle
 from refitd.daemon.state import DaemonState
-from refitd.describe.roster import Roster
+from refitd.describe.layout import row_major
+from refitd.describe.metadata import Roster
 from refitd.errors import ArenaError
-from refitd.plan.build import plan_copies
-from refitd.plan.regions import RegionTable
+from refitd.plan.table import RegionTable
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.shards import Place, metadata_of, shard_of
 from tests.support.shards import describe, whole
+from tests.support.shares import load_of
 
 SHARD = shard_of(describe(whole(1), 0, 1))
 FC1 = "layers.0.fc1.weight"  # [96, 48]
@@ -40,10 +45,14 @@ class Harness:
         self.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot="b")))
         self.feed(act.SessionOpened(1, 100, "client"))
 
+    def handle(self, event: act.Event) -> list[act.Instruction]:
+        """Return the daemon's instructions for one event."""
+        return handle(self.daemon, event, self.now)
+
     def feed(self, *events: act.Event) -> None:
         pending = list(events)
         while pending:
-            for do in self.daemon.handle(pending.pop(0), self.now):
+            for do in self.handle(pending.pop(0)):
                 match do:
                     case act.MakeArenas(ticket) if self.no_memory is not None:
                         pending.append(act.ArenasRefused(ticket, self.no_memory))
@@ -72,7 +81,7 @@ class Harness:
                         pending.append(event)
 
     def ask(self, message: local.ClientRequest, session: int = 1) -> object:
-        """Send a client's request; return the last answer to it, or None while there is none."""
+        """Send a client's request; return the last answer to it, or None if there is none yet."""
         self.to_client.clear()
         self.feed(act.ClientSaid(session, 7, message))
         answers = [m for s, request, m in self.to_client if (s, request) == (session, 7)]
@@ -88,17 +97,19 @@ class Harness:
         self, model: str = "m", plan_id: str = "p", live: tuple[Place, ...] = (), *, flips: bool = False
     ) -> tuple[str, str]:
         """A source that holds version 1, and a target, with their plan loaded."""
-        source = self.ask(structs.replace(SOURCE, model=model))
-        target = self.ask(structs.replace(TARGET, model=model, live=live, flips=flips))
-        assert isinstance(source, local.SourceRegistered) and isinstance(target, local.TargetRegistered)
-        assert self.publish(source.member, 1) == local.Done()
         rosters = [Roster(0, source=metadata_of(SHARD, 0)), Roster(1, destination=metadata_of(SHARD, 1))]
-        table = plan_copies(rosters).table.to_wire()
-        members = (source.member, target.member)
-        plan = cluster.LoadPlan(plan=plan_id, model=model, ranks=(0, 1), members=members, table=table)
-        self.feed(act.CoordinatorSaid(0, plan))
+        members = self.pair(model, live, flips=flips)
+        self.feed(act.CoordinatorSaid(0, load_of(rosters, members, plan=plan_id, model=model)))
         assert self.to_coordinator[-1] == cluster.PlanLoaded(plan=plan_id)
         return members
+
+    def pair(self, model: str = "m", live: tuple[Place, ...] = (), *, flips: bool = False) -> tuple[str, str]:
+        """A source that holds version 1, and a target."""
+        source = self.ask(structs.replace(SOURCE, model=model))
+        target = self.ask(structs.replace(TARGET, model=model, live=live, flips=flips))
+        assert isinstance(source, local.Registered) and isinstance(target, local.Registered)
+        assert self.publish(source.member, 1) == local.Done()
+        return source.member, target.member
 
     def stage(self, swap: str = "s", version: int = 1, plan: str = "p") -> list[tuple[int, int]]:
         """Stage; return (worker, run) of everything started."""
@@ -120,6 +131,15 @@ class Harness:
 
     def said(self, kind: type) -> list[object]:
         return [m for m in self.to_coordinator if isinstance(m, kind)]
+
+
+def live_in_arena(h: Harness) -> tuple[Place, ...]:
+    """Allocate an arena; return places in it for the live tensors of a target."""
+    h.ask(local.CreateArena(nbytes=65536))
+    sizes = [2 * prod(t.shape) for t in SHARD.tensors]
+    return tuple(
+        Place(h.arenas, at, row_major(t.shape)) for t, at in zip(SHARD.tensors, accumulate([0, *sizes]), strict=False)
+    )
 
 
 def regions(tensor: str, shape: tuple[int, ...], boxes: list[tuple[int, int]]) -> RegionTable:

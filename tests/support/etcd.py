@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from refitd.config import EtcdConfig, EtcdPlace
-from refitd.coordinator.journals.etcd import EtcdJournal
+from refitd.coordinator.journals.etcd import EtcdJournal, Lead, boot_clock
 from refitd.coordinator.journals.gateway import Gateway
-from refitd.coordinator.journals.lead import Lead, boot_clock
 from refitd.testing import eventually
-from refitd.testing.cluster import free_port
+from refitd.testing.daemon import free_port
 from refitd.testing.processes import Process
 
 MISSING = "" if shutil.which("etcd") else "no etcd here; Debian has it in etcd-server (and etcd-client)"
@@ -42,9 +41,9 @@ class Etcd:
         asks_from: Sequence[str] = (),
         tls: Sequence[str] = (),
     ) -> None:
-        """`addresses` and command `prefixes` (network namespaces) are one for each member; by default loopback.
+        """`addresses` and command `prefixes` (network namespaces) are given for each member; by default loopback.
 
-        `asks_from` is the prefix of etcdctl. `tls` are the files ca, cert and key, of all ends; clients need them, too.
+        `asks_from` is the prefix of etcdctl. `tls` are the files ca, cert and key of all ends, including clients.
         """
         self._asks_from = asks_from
         self._tls = tuple(tls)
@@ -52,7 +51,7 @@ class Etcd:
         if tls:
             names = ("--trusted-ca-file", "--cert-file", "--key-file")
             options = (*options, "--client-cert-auth", *(x for pair in zip(names, tls, strict=True) for x in pair))
-        memory = Path("/dev/shm")  # elections do not wait for a slow disk
+        memory = Path("/dev/shm")  # a slow disk must not delay elections
         self.folder = Path(tempfile.mkdtemp(prefix="rfe", dir=memory if memory.is_dir() else None))
         hosts = addresses or ["127.0.0.1"] * size
         self.clients = [f"{host}:{free_port()}" for host in hosts]
@@ -120,9 +119,9 @@ class Etcd:
         return int(json.loads(self.ctl("endpoint", "status", "-w", "json"))[0]["Status"]["header"]["revision"])
 
     def watched(self, key: str, until: str, since: int = 1) -> Iterator[str]:
-        """Yield the lines in which etcdctl shows what has happened to a key since a revision, up to one with this text.
+        """Yield etcdctl's lines for the changes of a key since a revision, up to one with this text.
 
-        It ends with a line that says so (`Canceled`) if the member that etcdctl asked has lost etcd's leader.
+        If the asked member has lost etcd's leader, the last line contains `Canceled`.
         """
         command = [*self._asks_from, "etcdctl", "--endpoints", ",".join(self.clients)]
         command += ["watch", key, "--rev", str(since), "-w", "json"]
@@ -142,7 +141,7 @@ class Etcd:
                 running.kill()
 
     def ctl(self, *arguments: str, endpoint: str = "") -> str:
-        """Run etcdctl; return what it prints."""
+        """Run etcdctl; return its output."""
         names = ("--cacert", "--cert", "--key")
         tls = [x for pair in zip(names, self._tls, strict=False) for x in pair]
         command = [*self._asks_from, "etcdctl", *tls, "--endpoints", endpoint or ",".join(self.clients), *arguments]

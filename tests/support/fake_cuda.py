@@ -19,7 +19,7 @@ import pytest
 from tests.support.fake_torch import device_shim
 
 HERE = Path(__file__).parent
-PAGE = 2 << 20  # what arenas are made of
+PAGE = 2 << 20  # granularity of arenas
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class FakeGpus:
         return sum(size for whose, size in found.values() if gpu in (None, whose))
 
     def name(self, gpu: int) -> str:
-        """What processes call a GPU."""
+        """The name of a GPU, as processes see it."""
         return f"GPU-{uuid.UUID(bytes=bytes([0xFA] * 15 + [gpu]))}"
 
 
@@ -58,9 +58,9 @@ def _read_name(name: str, prefix: str) -> tuple[int, int]:
     return int(gpu), int(size)
 
 
-@functools.cache  # one process loads one library of a name
+@functools.cache  # a process loads a library of one name only once
 def driver() -> Path:
-    """Return the driver, compiled; skips the test where that cannot be done."""
+    """Return the compiled driver; skip the test if it cannot be compiled."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler (cc, gcc) to build the driver with")
@@ -89,7 +89,7 @@ def install(monkeypatch: pytest.MonkeyPatch, nbytes: int, visible: str = "0,1") 
         "PYTHONPATH": _first(HERE / "fake_torch", "PYTHONPATH"),
     }.items():
         monkeypatch.setenv(name, value)
-    # whoever loads a library of this name gets the one that is there already
+    # later loads of a library of this name get this one
     ctypes.CDLL(str(library))
     device_shim.apply(monkeypatch.setattr)
     return gpus

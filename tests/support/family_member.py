@@ -31,6 +31,7 @@ from tests.support.breakable_member import PATIENCE_S, RETRY_S, Tensors, command
 READ_AGAIN_S = 0.005
 BEAT_S = 0.5
 SWAP_S = 15.0
+WITHDRAW_S = 20.0
 EXACT = 2.0**-9  # float32 holds v + EXACT for v < 2**14; bfloat16 does not for any v >= 1
 FILE_TENSORS = 5
 
@@ -68,10 +69,6 @@ class Family(ABC):
     def lose_source(self) -> None:
         """Drop the trainer's side; the next `publish` makes it again."""
 
-    @abstractmethod
-    def leave(self) -> None:
-        """Withdraw what was published, which outlives a client that only closes."""
-
     # --- the swaps ----------------------------------------------------------------------------------------
 
     def swap_on(self) -> None:
@@ -85,10 +82,28 @@ class Family(ABC):
                 self.counts[f"lost ({type(exc).__name__})"] += 1
                 self.lose_source()
                 self._ends.wait(RETRY_S)
-        self.leave()
+        self.lose_source()
+        self._withdraw()
+
+    def _withdraw(self) -> None:
+        """Register a source of each model and close it: published versions outlive a client that only closes."""
+        until = time.monotonic() + WITHDRAW_S
+        while True:
+            try:
+                with refitd.connect(self._directory, name="withdraws", timeout=PATIENCE_S, reconnect=False) as client:
+                    for model, tensors in self.tensors().items():
+                        client.register_source(model, tensors, timeout=PATIENCE_S).close()
+                return
+            except refitd.RefitdError as exc:
+                if time.monotonic() > until:
+                    emit("unwithdrawn", reason=f"{type(exc).__name__}: {exc}"[:300])
+                    return
+                time.sleep(RETRY_S)
 
     def _swap_once(self) -> None:
         client, version = self.publish()
+        with self._lock:
+            self._aborted.discard(version)  # after an aborted swap, a new source publishes the number again
         try:
             client.swap_together(dict.fromkeys(self.models, version), timeout=SWAP_S)
         except refitd.SwapFailed as exc:
@@ -178,7 +193,7 @@ class Family(ABC):
         self.targets = {}
 
     def run(self) -> None:
-        """Serve on this thread and swap on another until the driver says that it is the end."""
+        """Serve on this thread and swap on another until the driver asks to end."""
         swaps = threading.Thread(target=self.swap_on)
         swaps.start()
         threading.Thread(target=self._obey, daemon=True).start()
@@ -237,11 +252,6 @@ class Joint(Family):
         if client is not None:
             client.close()
 
-    def leave(self) -> None:
-        for source in self._sources.values() if self._trainer is not None else ():
-            source.close()
-        self.lose_source()
-
 
 class Files(Family):
     """A checkpoint folder that a thread replaces while this process publishes it."""
@@ -260,7 +270,7 @@ class Files(Family):
         return {self.models[0]: {f"w{i}": torch.zeros(64, 64) for i in range(FILE_TENSORS)}}
 
     def expected(self, model: str, version: int) -> Tensors:
-        """Return the tensors of the checkpoint that w0 is of: all must be of one, each under its own name."""
+        """Return the tensors of the checkpoint that has w0; all must be from it, each under its own name."""
         number = int(self.live[model]["w0"].reshape(-1)[0]) // FILE_TENSORS
         return self._values(number)
 
@@ -290,9 +300,9 @@ class Files(Family):
         made.rename(self._folder)
 
     def replace_on(self) -> None:
-        """Replace the folder until the end, at intervals close to a read's time."""
+        """Replace the folder until the end, every 0 to 0.8 s: some reads are refused, and many are published."""
         for number in self._numbers:
-            if self._ends.wait(0.002 * (number % 40)):
+            if self._ends.wait(0.02 * (number % 40)):
                 return
             self._replace(number)
             self.counts["folders replaced"] += 1
@@ -311,12 +321,6 @@ class Files(Family):
         client, self._client_of_swaps = self._client_of_swaps, None
         if client is not None:
             client.close()
-
-    def leave(self) -> None:
-        """Register a source that takes the place of the published one, and close it."""
-        self.lose_source()
-        with refitd.connect(self._directory, name="files-trainer", timeout=PATIENCE_S, reconnect=False) as client:
-            client.register_source(self.models[0], self._values(0), timeout=PATIENCE_S).close()
 
     def run(self) -> None:
         replaces = threading.Thread(target=self.replace_on)

@@ -22,13 +22,6 @@ def allocated(client: refitd.Client, like: Tensors, device: str) -> Tensors:
     return found
 
 
-def described(name: str, tensor: torch.Tensor) -> refitd.ParameterMetadata:
-    """A whole tensor."""
-    return refitd.ParameterMetadata(
-        name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, element_size=tensor.element_size(), owner_rank=0
-    )
-
-
 def copy_into(tensors: Tensors, values: Tensors) -> None:
     for name, tensor in tensors.items():
         tensor.copy_(values[name])

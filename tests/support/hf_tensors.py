@@ -1,4 +1,4 @@
-"""Whole Hugging Face tensors as numpy arrays, and how Megatron-Core lays them out, written independently of refitd."""
+"""Whole Hugging Face tensors as numpy arrays, and their layouts in Megatron-Core, written independently of refitd."""
 
 from __future__ import annotations
 

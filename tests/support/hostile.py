@@ -20,12 +20,12 @@ from refitd.protocol.base import PROTOCOL_VERSION, Message
 from refitd.protocol.codec import Decoder, encode
 from refitd.testing import Daemon, Engine
 
-ANSWER_S = 20.0
+ANSWER_S = 60.0
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a process takes: bytes of its own (arenas are shared ones and do not count), descriptors."""
+    """Resources of a process: private bytes (without arenas, which are shared) and descriptors."""
 
     private_bytes: int
     descriptors: int
@@ -49,22 +49,28 @@ class RawPeer:
         self.token = session.token
         self._decoder: Decoder[local.ClientReply] = Decoder(local.ClientReply)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self.dealer(directory)
+        self._directory = directory
+        self.socket = self.dealer()
         if hello:
             assert isinstance(self.hello(self.token), local.Welcome)
 
-    def dealer(self, directory: Path) -> zmq.Socket[bytes]:
-        """Another connection of this process."""
+    def dealer(self, name: str = "refitd.sock") -> zmq.Socket[bytes]:
+        """Another connection of this process, to a socket of the daemon's directory."""
         found = self._context.socket(zmq.DEALER)
         found.setsockopt(zmq.LINGER, 0)
-        found.connect(f"ipc://{directory / 'refitd.sock'}")
+        found.connect(f"ipc://{self._directory / name}")
         return found
+
+    def receive(self) -> tuple[int, Message]:
+        """Return the number and the message of the next answer."""
+        assert self.socket.poll(int(ANSWER_S * 1000)), "no answer"
+        return self._decoder.decode(self.socket.recv())
 
     def hello(self, token: bytes, on: zmq.Socket[bytes] | None = None) -> Message:
         return self.ask(local.Hello(protocol=PROTOCOL_VERSION, token=token, name="hostile"), on)
 
     def ask(self, message: Message, on: zmq.Socket[bytes] | None = None, number: int = 7) -> Message:
-        """Send a request and return its answer; other messages on the way are passed over."""
+        """Send a request and return its answer; skip other messages."""
         socket_ = on or self.socket
         socket_.send(encode(number, message))
         while True:
@@ -79,6 +85,11 @@ class RawPeer:
         data, fds = handoff.receive(self.descriptors)
         return self._small.decode(data)[1], fds
 
+    def give(self, fd: int, nbytes: int) -> Message:
+        """Hand over an arena as a client does after its daemon's restart."""
+        handoff.send(self.descriptors, encode(1, sidecar.GiveArena(nbytes=nbytes)), (fd,))
+        return self._small.decode(handoff.receive(self.descriptors)[0])[1]
+
     def close(self) -> None:
         self._context.destroy(linger=0)
         self.descriptors.close()
@@ -91,7 +102,7 @@ class RawPeer:
 
 
 class Fleet:
-    """A trainer and an engine that want nothing but a swap now and then."""
+    """A trainer and an engine that only swap now and then."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._trainer, self._engine = daemon.connect("trainer"), daemon.connect("engine")
@@ -101,7 +112,7 @@ class Fleet:
         self._version = 0
 
     def swap(self) -> None:
-        """Have the next version go live, and look at it."""
+        """Swap to the next version, and check it."""
         self._version += 1
         self._weights["w"].fill_(self._version)
         self.source.publish(self._version)

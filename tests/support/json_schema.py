@@ -1,4 +1,4 @@
-"""Hold what `--json` prints against the JSON Schema of docs/refitctl.schema.json."""
+"""Check the output of `--json` against the JSON Schema of docs/refitctl.schema.json."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_printed(words: Sequence[str], stdout: str) -> None:
 
 
 def schema_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return the schema of the command of which the most words are among these."""
+    """Return the schema of the command that shares the most words with these."""
     found: dict[str, Any] = {}
     most = 0
     for command, one in schema()["properties"].items():
@@ -56,7 +56,7 @@ def schema_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def fits(value: Any, wanted: dict[str, Any], where: str = "") -> None:
-    """Check a value against a JSON Schema; properties that it does not have are refused."""
+    """Check a value against a JSON Schema; refuse properties that the schema lacks."""
     assert wanted.keys() <= KNOWN, f"{where}: this test does not know {wanted.keys() - KNOWN}"
     if "$ref" in wanted:
         return fits(value, schema()["$defs"][wanted["$ref"].rpartition("/")[2]], where)

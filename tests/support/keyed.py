@@ -8,9 +8,9 @@ from pathlib import Path
 import refitd
 from refitd.protocol import keys
 from refitd.testing import Coordinator, Daemon, eventually
-from refitd.testing.cluster import free_port
+from refitd.testing.daemon import free_port
 
-JOIN_S = 20.0
+JOIN_S = 60.0
 
 
 class Head:
@@ -32,7 +32,7 @@ class Head:
         self.process = Coordinator(text, name="head", folder=self._directory).start()
 
     def allow(self, *allowed: keys.KeyPair) -> None:
-        """Write the list; a running coordinator reads it when it is told to."""
+        """Write the list; a running coordinator reads it when asked to."""
         self._allowed.write_text("".join(f"{pair.public_line}\n" for pair in allowed))
         self._allowed.chmod(0o644)
 
@@ -44,7 +44,7 @@ class Head:
 
 
 class Nodes:
-    """Daemons that look for `head`, each with a key of its own."""
+    """Daemons that connect to `head`, each with its own key."""
 
     def __init__(self, head: Head, directory: Path, start_daemon: Callable[..., Daemon]) -> None:
         self._head, self._directory, self._start_daemon = head, directory, start_daemon
@@ -62,7 +62,7 @@ class Nodes:
 
 
 def joined(daemon: Daemon) -> list[str]:
-    """The nodes that this one's coordinator knows, once it has one."""
+    """The nodes that this node's coordinator knows, once it is connected."""
     with daemon.connect() as client:
         eventually(lambda: why_not(client) == "", f"a coordinator answers; log:\n{daemon.log()}", JOIN_S)
         return sorted(node.node for node in client.status().nodes)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.roster import Roster
+from refitd.describe.metadata import ParameterMetadata, Roster
 from refitd.errors import PlanError
 from refitd.plan.build import plan_copies
+from refitd.plan.table import CopyTable, CrossingTable
 
 
 def meta(name: str, shape: Sequence[int], rank: int | None = None, **fields: Any) -> ParameterMetadata:
@@ -40,7 +42,7 @@ def rosters(
     destinations: Iterable[dict[int, ParameterMetadata]],
     nodes: dict[int, str] | None = None,
 ) -> list[Roster]:
-    """One roster per rank that occurs."""
+    """One roster for each rank in these sides."""
     held, wanted = list(sources), list(destinations)
     ranks = sorted({rank for side in (*held, *wanted) for rank in side})
     return [
@@ -66,3 +68,9 @@ def refusal(found: list[Roster]) -> str:
     violations = refusals(found)
     assert len(violations) == 1, violations
     return violations[0]
+
+
+def crossing(table: CopyTable) -> CrossingTable:
+    """Return the rows of a table as copies between nodes, none of them on a path."""
+    none = np.zeros(len(table), np.int32)
+    return CrossingTable(**{f.name: getattr(table, f.name) for f in fields(CopyTable)}, path=none, hop=none)

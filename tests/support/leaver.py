@@ -2,9 +2,9 @@
 
     python -m tests.support.leaver DIRECTORY
 
-Each line on stdin, "REPLICA WAY VERSION", is an engine of its own: forked, since importing torch takes seconds. It says
-"ready" when it is registered, and its parent says "gone" when it has ended. One whose way is "stopped" stops the daemon
-before it commits: all that it says is found at once.
+Each line on stdin, "REPLICA WAY VERSION", starts an engine. It is forked, because importing torch takes seconds. It
+prints "ready" when it is registered, and its parent prints "gone" when it has ended. An engine whose way is "stopped"
+stops the daemon before it commits; the daemon later finds all its messages together.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ WAYS = (
     "SIGKILL",
     "SIGTERM",
     "exec",
-    "on_commit",
     "in-callback",
 )
 WAIT_S = 60.0
@@ -50,28 +49,23 @@ def engine(directory: str, replica: str, way: str, version: int) -> None:
     live = {"w": torch.zeros(64, 64)}
     taken = threading.Event()
 
-    def on_commit(commit: refitd.Commit) -> None:
-        commit.apply()
-        if way == "in-callback":
-            client.close()
+    def commit(version: int) -> None:
+        target.poll()
+        client.close()
         taken.set()
 
-    if way in ("on_commit", "in-callback"):
-        target = client.register_target("policy", live, replica=replica, on_commit=on_commit)
-    else:
-        target = client.register_target("policy", live, replica=replica)
+    if way == "in-callback":
+        client.control_replica("policy", replica, commit=commit)
+    daemon = client.status().nodes[0].pid
+    target = client.register_target("policy", live, replica=replica)
     print("ready", flush=True)
     if way == "stopped":
         while target.pending is None:
             time.sleep(0.001)
-        os.kill(client._connection.current.daemon.pid, signal.SIGSTOP)
+        os.kill(daemon, signal.SIGSTOP)
         assert target.poll() == version
         os._exit(0)
-    if way == "on_commit":
-        # the stub's thread commits: this one sees it, and leaves
-        while target.version != version:
-            pass
-    elif way == "in-callback":
+    if way == "in-callback":
         assert taken.wait(WAIT_S)
         assert bool((live["w"] == version).all()) and target.version is None  # it is closed
     else:

@@ -13,7 +13,7 @@ import torch
 import refitd
 from refitd.protocol.reports import SwapReport
 from refitd.testing import Cluster, Coordinator, Daemon, Engine, eventually
-from refitd.testing.cluster import free_port
+from refitd.testing.daemon import free_port
 from refitd.testing.processes import Process
 from tests.faults.clock import Clock
 
@@ -24,7 +24,7 @@ class Led(Cluster):
     """Some coordinators, with the same key, and a daemon for each node, which lists them all.
 
     Attributes:
-        coordinators: the coordinators' processes. The first one that was started leads at first.
+            coordinators: the coordinators' processes. The first one to start is the first leader.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class Led(Cluster):
         prefixes: Mapping[str, Sequence[str]] | None = None,
         clocks: Mapping[str, Clock] | None = None,
     ) -> None:
-        """`endpoints` are the coordinators'; by default two on loopback.
+        """`endpoints` are the coordinators' endpoints; by default two on loopback.
 
-        `prefixes` are of commands, `clocks` those of coordinators, by name.
+        `prefixes` are command prefixes, `clocks` the coordinators' clocks, by name.
         """
         self.endpoints = endpoints or [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
         super().__init__(nodes, CONFIG + config, endpoint=self.endpoints[0])
@@ -77,7 +77,7 @@ class Led(Cluster):
         return [*self.coordinators, *self.daemons.values()] if self.coordinators else super().parts()
 
     def leader(self) -> Coordinator | None:
-        """Return the one that leads, by what each has logged last; None if none does."""
+        """Return the leading coordinator, by the last log line of each; None if none leads."""
         return next((c for c in self.coordinators if c.is_running and self.leads(c)), None)
 
     @staticmethod
@@ -114,7 +114,7 @@ class Fleet:
         return self.trainer.swap("policy", self.publish(), timeout=timeout)
 
     def insist(self, timeout: float = 60.0) -> float:
-        """Publish and swap the next version, again and again until it is live; return how many seconds that took."""
+        """Publish the next version and swap, retrying until it is live; return the seconds that it took."""
         began = time.monotonic()
         version, published = self.version + 1, False
         while True:
@@ -128,7 +128,7 @@ class Fleet:
                     self.trainer.swap("policy", version, timeout=timeout)
                 return time.monotonic() - began
             except refitd.RefitdError as exc:
-                if "was published before" in str(exc):  # and the coordinator has gone before it could say so
+                if "was published before" in str(exc):  # the coordinator ended before it could answer
                     self.version, published = version, True
                 assert time.monotonic() - began < timeout, f"version {version} is not live: {exc}"
                 time.sleep(0.05)
@@ -137,7 +137,7 @@ class Fleet:
         return Engine(*self.targets)
 
     def torn(self) -> list[int]:
-        """Return the replicas whose tensors are not all of one version."""
+        """Return the replicas whose tensors mix versions."""
         return [
             i for i, live in enumerate(self.live) if len({float(x) for t in live.values() for x in t.unique()}) != 1
         ]
@@ -146,7 +146,7 @@ class Fleet:
         return [float(live["x"][0, 0]) for live in self.live]
 
     def decided(self) -> int | None:
-        """Return what the coordinator calls live; None while there is none."""
+        """Return the live version as the coordinator reports it, if any."""
         with suppress(refitd.RefitdError):
             return next((m.live for m in self.trainer.status().models if m.model == "policy"), None)
         return None

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from refitd.testing import Coordinator, eventually
-from refitd.testing.cluster import free_port
+from refitd.testing.daemon import free_port
 from refitd.testing.processes import Process
 from tests.faults import clock
 from tests.support.etcd import Etcd
@@ -31,7 +31,7 @@ COORDINATORS = 3
 TAKE_OVER_S = 10.0
 DAY_S = 86400
 LIVE = 'live/["policy"]'  # the row that every decision about the model changes
-JUDGE_S = 30.0  # for etcd to tell its history
+JUDGE_S = 30.0  # limit for etcd to list its history
 _PHASES = r"(?m)^t=(\S+) .* event=swap swap=(\w+) .*phase=(idle|commit)\b"  # begun, decided
 
 
@@ -89,7 +89,7 @@ class Trial:
         self._before: list[tuple[int, list[Any]]] = []  # revisions and values of decisions that etcd has compacted
         self._since = 1
         self.torn: list[str] = []
-        self.fenced: list[str] = []  # replicas that served nothing for a while: no fault here outlasts their permits
+        self.fenced: list[str] = []  # replicas that served no version for a while: no fault here outlasts their permits
         self._swapped = 0
         self._stop = threading.Event()
         self._failure: BaseException | None = None
@@ -144,7 +144,7 @@ class Trial:
         return time.monotonic() - began
 
     def leader(self) -> Coordinator:
-        """Return the coordinator that leads, by what etcd says."""
+        """Return the leading coordinator by etcd."""
         found: list[Coordinator] = []
 
         def leads() -> bool:
@@ -160,7 +160,7 @@ class Trial:
     # --- faults: each is a block during which something is broken ------------------------------------------
 
     def faults(self) -> dict[str, Callable[[], Iterator[None]]]:
-        """The faults that can be done here, by name."""
+        """The faults that can run here, by name."""
         found: dict[str, Callable[[], Iterator[None]]] = {
             "coordinator killed": lambda: self._killed(self.leader()),
             "coordinator frozen": lambda: self._frozen(self.leader()),
@@ -181,7 +181,7 @@ class Trial:
         return found
 
     def suffer(self, name: str) -> Outcome:
-        """Break something in the middle of a swap, wait for the next one, mend it, and wait for one more."""
+        """Break something in the middle of a swap, wait for the next swap, repair it, and wait for one more."""
         before = self.leader()
         with contextmanager(self.faults()[name])():
             at = datetime.now(UTC)
@@ -193,7 +193,7 @@ class Trial:
         return Outcome(name, decided_s, seconds, took_over)
 
     def _decided(self, since: datetime) -> datetime:
-        """Return when the first swap that has begun since then was decided, by the coordinators' logs."""
+        """Return when the first swap that began after that time was decided, by the coordinators' logs."""
         found = []
         for coordinator in self.led.coordinators:
             begun = set()
@@ -237,7 +237,7 @@ class Trial:
         self._restart(leader)
 
     def _compacted(self) -> Iterator[None]:
-        """Remove etcd's history while swaps go on; `judge` has its decisions."""
+        """Remove etcd's history while swaps go on; first copy its decisions for `judge`."""
         revision = self._last(LIVE)
         self._before = [(at, row) for at, row in self._changes(LIVE) if at <= revision]
         self._since = revision + 1
@@ -246,7 +246,7 @@ class Trial:
         yield
 
     def _restart(self, process: Process) -> None:
-        """Start it again; wait until a coordinator says whether it leads."""
+        """Start it again; wait until a coordinator logs whether it leads."""
         past = len(process.log())
         Process.start(process)
         if isinstance(process, Coordinator):
@@ -276,8 +276,8 @@ class Trial:
     # --- the judgement -------------------------------------------------------------------------------------
 
     def judge(self) -> Judged:
-        """Compare every decision that etcd has ever held with what the processes did; call it before the block ends."""
-        # the logs first: what they say was committed has been decided before
+        """Compare every decision in etcd's history with the actions of the processes; call it before the block ends."""
+        # read the logs first: every commit in them was decided earlier
         logs = "\n".join(part.log() for part in [*self.led.coordinators, *self.led.daemons.values()])
         decided = [(row[3], row[4]) for _, row in self._changes(LIVE)]  # sequence, swap
         found = Judged(len(decided), torn=self.torn, fenced=self.fenced)
@@ -295,12 +295,12 @@ class Trial:
         return found
 
     def _last(self, name: str) -> int:
-        """Return the revision of a row's last value."""
+        """Return the revision of the last value of a row."""
         found = json.loads(self.etcd.ctl("get", f"{self.etcd.place().prefix}/{name}", "-w", "json"))
         return int(found["kvs"][0]["mod_revision"])
 
     def _changes(self, name: str) -> list[tuple[int, list[Any]]]:
-        """Return every value that a row has had, the oldest first, and the revision of each."""
+        """Return all values of a row, the oldest first, with the revision of each."""
         key = f"{self.etcd.place().prefix}/{name}"
         last = self._last(name)
         if last < self._since:
@@ -311,7 +311,7 @@ class Trial:
             if not shown[-1].get("Canceled"):
                 break
             assert time.monotonic() < until, f"etcd ends every watch: {shown[-1]}"
-            time.sleep(0.5)  # the member that was asked has no leader yet
+            time.sleep(0.5)  # the asked member has no leader yet
         events = [event for one in shown for event in one["Events"]]
         return self._before + [
             (int(event["kv"]["mod_revision"]), json.loads(base64.b64decode(event["kv"]["value"]))) for event in events

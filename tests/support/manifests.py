@@ -8,7 +8,10 @@ import pytest
 
 from refitd.describe.metadata import ParameterMetadata
 from refitd.errors import ConfigError
-from refitd.offline import Layout, ModelSpec, parse, place, read, side_rosters
+from refitd.files import parse
+from refitd.offline.files import read
+from refitd.offline.layouts import Layout, ModelSpec
+from refitd.offline.rosters import place, side_rosters
 
 LAYOUTS = Path(__file__).parents[2] / "configs" / "layouts"
 EXAMPLES = sorted(LAYOUTS.glob("*.toml"))

@@ -1,10 +1,10 @@
-"""Somebody between a process and its peers, who alters what comes to it before its service looks.
+"""Alter what a process receives from its peers before its service reads it.
 
-flip     one bit of a stream's first message; its digest is made anew
-swap     a stream's first two messages change places; its digest is made anew
-replay   all streams and their digests are those of the run before
+flip     one bit of a stream's first message; its digest is computed again
+swap     the first two messages of a stream; its digest is computed again
+replay   all streams and their digests of the previous run
 say      one bit of each agreement
-delta NODE   one bit of the first message, on this node only; its digest stays. Of a delta that is a changed word
+delta NODE   one bit of the first message, on this node only; its digest stays. For a delta, this changes a word
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 import xxhash
 
-from refitd.copy_services.packed import DIGEST_BYTES, TAG
+from refitd.copy_services.digests import DIGEST_BYTES
+from refitd.copy_services.packed import TAG
 
 _TAGS = 1 << 16  # of messages; agreements have smaller ones
 
@@ -34,14 +35,14 @@ class Between:
         self._peers.receive, self._peers.wait = self.receive, self.wait
 
     def leave(self) -> None:
-        """Stand between nobody any more: else peers and this would keep each other, and their connections."""
+        """Remove the hooks: a reference cycle would keep the peers and their connections open."""
         for name in ("receive", "wait"):
             vars(self._peers).pop(name, None)
         self.meddle("")
         self._before = {}
 
     def meddle(self, how: str) -> None:
-        """A run begins; say what is done in it."""
+        """Begin a run, and set how to alter it."""
         self._how, self._before, self._came = how, self._came, defaultdict(list)
         self._posted, self._agreements = defaultdict(list), []
         self._is_altered = False

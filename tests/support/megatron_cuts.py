@@ -32,7 +32,7 @@ class Job:
     def add(
         self, rank: int, name: str, whole: np.ndarray, dim: int | None = None, stride: int = 1, experts: int = 0
     ) -> None:
-        """Give a rank its share of a tensor: along `dim`, or all of it."""
+        """Give a rank its shard of a tensor along `dim`, or the whole tensor."""
         group = [rank - rank % self.tp + i for i in range(self.tp)]
         blocks = [whole] if dim is None else np.split(whole, stride, axis=dim)
         if dim is not None:

@@ -1,6 +1,6 @@
 """Megatron-Core's GPTModel on CPUs: built from a Hugging Face config, filled with numbers, run over a pipeline by hand.
 
-Megatron asks for CUDA in a few places that matter for nothing here; `without_cuda` answers them.
+Megatron uses CUDA in a few places that do not affect these tests; `without_cuda` replaces them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def without_cuda(*, grouped: bool) -> None:
 
     tracker = random.get_cuda_rng_tracker()
     tracker.fork = contextlib.nullcontext
-    # names that are undefined, or no types, without Transformer Engine
+    # names that are undefined, or are not types, without Transformer Engine
     moe_utils.te_general_gemm = None
     multi_latent_attention.TELinear = type("TELinear", (), {})
     made = DotProductAttention.__init__
@@ -35,7 +35,7 @@ def without_cuda(*, grouped: bool) -> None:
     def without_channels(self: Any, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
         made(
             self, *args, **kwargs
-        )  # what latent attention passes is for Transformer Engine; config.kv_channels says it
+        )  # latent attention passes channels for Transformer Engine only; config.kv_channels has them
 
     DotProductAttention.__init__ = without_channels
     if grouped:

@@ -1,7 +1,7 @@
 """One rank of a Megatron-Core job, as source or target of a daemon: python -m tests.support.megatron_rank JOB RANK DIR.
 
-It prints "ready" when it has published (or registered), and "done" when it has ended in order. DIR/logits.pt has what
-the model computes for DIR/tokens.pt.
+It prints "ready" when it has published (or registered), and "done" when it has ended in order. DIR/logits.pt has the
+model's logits for DIR/tokens.pt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WAIT_S = 120.0
 
 
 def main() -> None:
-    """Do the one thing that the job says, then wait for a line before closing."""
+    """Run the job's one action, then wait for a line before closing."""
     job, rank, folder = json.loads(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     start(job, rank, str(folder / "rendezvous"))
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def write(folder: Path, found: torch.Tensor | None) -> None:
-    """Write the logits, if they are here, from one rank."""
+    """Write the logits, if this rank has them, from one rank only."""
     from megatron.core import parallel_state as groups
 
     if found is not None and groups.get_tensor_model_parallel_rank() == 0 and groups.get_data_parallel_rank() == 0:

@@ -1,4 +1,4 @@
-"""MXFP8 by its definition, in rational numbers and loops: what everything that converts is compared with."""
+"""MXFP8 by its definition, in rational numbers and loops: the reference for all converters."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from refitd.mxfp8 import Rounding
-from refitd.transforms import mxfp8_format as fmt
+from refitd.mxfp8 import format as fmt
+from refitd.mxfp8.format import Rounding
 
 # E4M3, magnitudes in order of their codes 0 to 126: 448 is the largest
 E4M3 = [Fraction(8 * (code > 7) + code % 8) * Fraction(2) ** (max(code >> 3, 1) - 10) for code in range(127)]
@@ -36,7 +36,7 @@ def quantized_once(
 
 
 def swizzled(scale: np.ndarray) -> np.ndarray:
-    """Lay scales out as cuBLAS describes it: tiles of 128 x 4, each as 32 x 16, one by one."""
+    """Lay out scales as cuBLAS describes: tiles of 128 x 4, each as 32 x 16, one by one."""
     rows, blocks = scale.shape
     tiles_across = math.ceil(blocks / 4)
     out = np.zeros(math.ceil(rows / 128) * tiles_across * 512, np.uint8)

@@ -1,4 +1,4 @@
-"""Trainers and replicas of a small model of which two tensors are converted to MXFP8."""
+"""Trainers and replicas of a small model with two tensors that are converted to MXFP8."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def empty_parts(shape: tuple[int, ...], swizzled: bool) -> tuple[torch.Tensor, t
 
 
 def expected(full: Shard, rank: int, world: int, swizzled: bool, rounding: Rounding = Rounding.RCEIL) -> Shard:
-    """What one rank has to hold, by `name.data`, `name.scale`, or name."""
+    """Return the expected tensors of one rank, by `name.data`, `name.scale`, or name."""
     found = {}
     for name, tensor in full.items():
         if name not in CONVERTED:

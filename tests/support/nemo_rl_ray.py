@@ -1,6 +1,6 @@
 """NeMo-RL's own classes on Ray actors without GPUs, from a checkout: its driver, its policy and vLLM worker mixins.
 
-What is ours: the worker groups' calls, the policy's iterator, a loader that keeps what it is given, and the CUDA
+Our code: the worker groups' calls, the policy's iterator, a loader that keeps what it is given, and the CUDA
 functions that ask for the memory of a GPU and wait for its stream.
 """
 
@@ -22,7 +22,7 @@ GPU_BYTES = 20 << 20
 
 
 def nemo_rl(module: str) -> Any:
-    """Return a module of NeMo-RL; packages whose __init__ loads vLLM and Megatron are entered without it."""
+    """Return a module of NeMo-RL; skip the __init__ of packages that would load vLLM and Megatron."""
     source = os.environ[SOURCE]
     if source not in sys.path:
         sys.path.insert(0, source)
@@ -57,9 +57,9 @@ def policy_class() -> type[Any]:
             self.step, self.wrong = step, wrong
 
         def _checkpoint_engine_weight_iterator(self, kv_scales: Any = None) -> Any:
-            from tests.support.nemo_rl_rank import spoilt
+            from tests.support.adapter_ranks import exported
 
-            return spoilt(self.step, 0, self.wrong)
+            return exported(self.step, self.wrong)
 
     return Policy
 
@@ -68,15 +68,13 @@ def generation_class() -> type[Any]:
     vllm = nemo_rl("models.generation.vllm.checkpoint_engine")
 
     class Internal(vllm.VllmCheckpointEngineMixin):  # type: ignore[misc,name-defined]
-        """What runs inside vLLM."""
+        """The class that runs inside vLLM."""
 
         def __init__(self) -> None:
-            self.loaded: dict[str, str] = {}
+            self.loaded: dict[str, torch.Tensor] = {}
 
         def _load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-            from tests.support.nemo_rl_rank import digest
-
-            self.loaded.update((name, digest(name, tensor)) for name, tensor in weights)
+            self.loaded.update((name, tensor.clone()) for name, tensor in weights)
 
         def _maybe_process_fp8_kv_cache(self) -> None:
             return
@@ -92,15 +90,16 @@ def generation_class() -> type[Any]:
                 collective_rpc=lambda method, args=(): [getattr(self.internal, method)(*args)]
             )
 
-        def loaded(self) -> dict[str, str]:
-            found, self.internal.loaded = self.internal.loaded, {}
-            return found
+        def holds(self, step: int) -> bool:
+            from tests.support.adapter_ranks import equal
+
+            return equal(self.internal.loaded, step)
 
     return Generation
 
 
 class PolicyActor:
-    """An actor, which has NeMo-RL's class only where it runs: Ray would import it by its full name."""
+    """An actor that loads NeMo-RL's class only where it runs: Ray would import it by its full name."""
 
     def __init__(self, *given: Any) -> None:
         self._worker = policy_class()(*given)
@@ -118,9 +117,8 @@ class GenerationActor:
     def __init__(self, *given: Any) -> None:
         self._worker = generation_class()(*given)
 
-    def loaded(self) -> dict[str, str]:
-        found: dict[str, str] = self._worker.loaded()
-        return found
+    def holds(self, step: int) -> bool:
+        return bool(self._worker.holds(step))
 
     def checkpoint_engine_rpc(self, **given: Any) -> Any:
         return self._worker.checkpoint_engine_rpc(**given)

@@ -14,7 +14,7 @@ from refitd.protocol import keys
 from refitd.testing import Daemon, eventually
 from refitd.testing.daemon import joined
 
-COMMAND_S = 10.0
+COMMAND_S = 60.0
 
 
 def why_not() -> str:
@@ -34,13 +34,13 @@ def why_not() -> str:
 
 
 class TwoHosts:
-    """Namespaces `a` (10.77.0.1) and `b` (10.77.0.2). Whoever made it closes it."""
+    """Namespaces `a` (10.77.0.1) and `b` (10.77.0.2). The caller closes it."""
 
     addresses = ("10.77.0.1", "10.77.0.2")
-    coordinator = "10.77.0.3"  # another address of a, for what is to be out of reach alone
+    coordinator = "10.77.0.3"  # another address of a, to make only the coordinator unreachable
 
     def __init__(self, which: str = "") -> None:
-        """Make them; `which` tells several pairs of one process apart by its first letter."""
+        """Make them; the first letter of `which` distinguishes several pairs of one process."""
         self.names = tuple(f"rf{os.getpid()}{which[:1]}{side}" for side in "ab")
         self._cables = tuple(f"v{os.getpid() % 10**8}{which[:1]}{side}" for side in "ab")
         try:
@@ -62,17 +62,17 @@ class TwoHosts:
         _must("ip", "-n", self.names[1], "link", "set", self._cables[1], "up" if up else "down")
 
     def lose_way(self, address: str, *, lost: bool) -> None:
-        """Have all that b sends to this address vanish, or arrive again."""
+        """Drop, or again deliver, all packets of b to this address."""
         _must("ip", "-n", self.names[1], "route", "add" if lost else "del", "blackhole", f"{address}/32")
 
     def limit(self, mbit: int, ends: str = "ab") -> None:
-        """Let these ends send this much."""
+        """Limit the rate of these ends."""
         for end, name, cable in zip("ab", self.names, self._cables, strict=True):
             if end in ends:
                 _limit(name, cable, mbit)
 
     def lose(self, percent: float) -> str:
-        """Have both ends lose this share of what arrives, at random; return why they cannot, or ""."""
+        """Have both ends drop this share of received packets, at random; return the reason if they cannot, else ""."""
         if shutil.which("iptables") is None:
             return "iptables is not installed"
         random = ("-m", "statistic", "--mode", "random", "--probability", f"{percent / 100:.4f}", "-j", "DROP")
@@ -91,7 +91,7 @@ class TwoHosts:
 
 
 class SwitchedHosts:
-    """Namespaces with a cable each to one switch, itself a namespace. Whoever made it closes it."""
+    """Namespaces with a cable each to one switch, itself a namespace. The caller closes it."""
 
     def __init__(self, count: int, mbit: int, which: str = "") -> None:
         """Make `count` of them, with addresses from 10.78.0.1; each cable carries `mbit` in each direction."""
@@ -134,12 +134,12 @@ class SwitchedHosts:
             _limit(self._switch, f"w{self._own(host)}", receive)
 
     def lose_way(self, host: int, to: int, *, lost: bool) -> None:
-        """Have all that one host sends to another vanish, or arrive again."""
+        """Drop, or again deliver, all packets of one host to another."""
         address = f"{self.addresses[to]}/32"
         _must("ip", "-n", self.names[host], "route", "add" if lost else "del", "blackhole", address)
 
     def sent(self, host: int) -> int:
-        """Return the bytes that a host's cable has carried away from it."""
+        """Return the bytes that a host has sent over its cable."""
         said = _must("ip", "-n", self.names[host], "-j", "-s", "link", "show")
         return sum(link["stats64"]["tx"]["bytes"] for link in json.loads(said) if link["ifname"] != "lo")
 
@@ -154,7 +154,7 @@ def start_daemons(
 ) -> list[Daemon]:
     """Start a standalone daemon on host a, and others on hosts b, c, ... that join it.
 
-    Keys, in `folder`, say who they are.
+    They authenticate with keys in `folder`.
     """
     pairs = [keys.generate(name) for name in ascii_lowercase[: len(hosts.names)]]
     (folder / "allowed").write_text("".join(f"{pair.public_line}\n" for pair in pairs))
@@ -172,10 +172,10 @@ def start_daemons(
 
 
 def _limit(netns: str, cable: str, mbit: int) -> None:
-    """Limit what leaves at this end of a cable.
+    """Limit the rate at which this end of a cable sends.
 
-    The kernel hands over what TCP sends in a millisecond as one packet. One that is larger than the burst is cut into
-    frames of 1,500 bytes, as no NIC of such a speed has its host do: with many cables that takes all cores.
+    The kernel hands over all that TCP sends in a millisecond as one packet. It cuts packets larger than the burst into
+    frames of 1,500 bytes. A real NIC of this speed does not need that; with many cables it takes all cores.
     """
     burst_kbit = max(256, 2 * mbit)
     _must(

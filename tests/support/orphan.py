@@ -20,7 +20,7 @@ def run(directory: str, depth: int, pids: list[int]) -> None:
         command = [sys.executable, "-m", "tests.support.orphan", directory, str(depth - 1), *map(str, pids)]
         subprocess.Popen([*command, str(os.getpid())]).wait()
         return
-    import torch  # here, because a server has no use for it
+    import torch  # here, because a server does not need it
 
     lives_with = refitd.Lifeline({pid: f"server {number}" for number, pid in enumerate(pids)}) if pids else None
     client = refitd.connect(directory, name="orphan", lives_with=lives_with)

@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry spans on this machine, which decodes what it is sent."""
+"""A collector of OpenTelemetry spans on this machine, which decodes the requests it receives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Collector(HTTPServer):
-    """Keeps what it is sent, decoded; answers with `status`."""
+    """Stores decoded requests; answers with `status`."""
 
     status = 200
 

@@ -21,13 +21,13 @@ def blocks(page: str) -> list[str]:
 
 
 def all_blocks() -> list[tuple[str, str]]:
-    """Return (page, block) of README and docs; not of api.md, which holds signatures."""
+    """Return (page, block) of README and docs; without api.md, which has signatures."""
     pages = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
     return [(page, block) for page in pages if page != "docs/api.md" for block in blocks(page)]
 
 
 class Page:
-    """One page's blocks and the names that they see; what they import and assign is seen by the next one."""
+    """One page's blocks and the names that they see; later blocks see the imports and assignments of earlier ones."""
 
     def __init__(self, page: str, **names: Any) -> None:
         self.page = page

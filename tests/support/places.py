@@ -11,7 +11,7 @@ from refitd.addressing.places import LocalTensor, Places, places_of
 
 
 def by_rank(tensors: Mapping[tuple[int, str], LocalTensor]) -> dict[int, Places]:
-    """(rank, name) -> place, as addressing takes it."""
+    """Return places by (rank, name), in the form that addressing needs."""
     found = {}
     for rank in {rank for rank, _ in tensors}:
         mine = {name: tensor for (of, name), tensor in tensors.items() if of == rank}

@@ -1,4 +1,4 @@
-"""One rank whose live tensors are checked: the daemon's Proofs, a worker's digests and a client's checks, by hand."""
+"""Verify one rank's live tensors with the daemon's Proofs, a worker's digests and a client's checks, driven by hand."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from refitd.buffers import arena as memory
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.layout import packed_offsets, row_major_strides
 from refitd.client.checks import LiveChecks
-from refitd.client.tensors import TensorSet
+from refitd.client.target_tensors import TargetTensors
+from refitd.commit.target_state import Live
 from refitd.daemon import actions as act
 from refitd.daemon.digest_work import DigestQueue
-from refitd.daemon.members import Arena, LocalMember, new_member
-from refitd.daemon.target_state import Live
+from refitd.daemon.effects import Effects
+from refitd.daemon.jobs import WorkerArenas
+from refitd.daemon.members import Arena, LocalMember, TargetMemory
+from refitd.daemon.new_members import checked, new_member
 from refitd.daemon.verification import Proofs
 from refitd.describe.metadata import ParameterMetadata
 from refitd.protocol import cluster, local, sidecar
@@ -33,8 +36,22 @@ DTYPES = {torch.uint8: 1, torch.bfloat16: 2, torch.float32: 4, torch.float64: 8}
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
 
+class _Maps(WorkerArenas):
+    """Every worker maps every arena; `gpus` gives the worker that has the GPU of an arena."""
+
+    def __init__(self, gpus: dict[int, int]) -> None:
+        super().__init__(2)
+        self._gpus = gpus
+
+    def need(self, effects: Effects, worker: int, arenas: set[int]) -> None:
+        pass
+
+    def homes(self, arenas: set[int]) -> dict[int, int]:
+        return {a: w for a, w in self._gpus.items() if a in arenas}
+
+
 class Node:
-    """A member with its staging arena and live tensors, and everybody who reads them."""
+    """A member with its staging arena, live tensors, and all processes that read them."""
 
     def __init__(self, shapes: Shapes, way: str, seed: int) -> None:
         self.names = [f"t{i}" for i in range(len(shapes))]
@@ -46,7 +63,7 @@ class Node:
         self.live: list[torch.Tensor] = []
         places: list[Place] = []
         known: dict[int, Arena] = {}
-        # live tensors lie one element further apart in their last dimension: their rows do not touch
+        # live tensors have one unused element after each row, so rows do not touch
         wide = [(*shape[:-1], shape[-1] + (way != "packed")) for shape, _ in shapes]
         live_offsets, live_bytes = packed_offsets([prod(w) * DTYPES[d] for w, (_, d) in zip(wide, shapes, strict=True)])
         room = _arena(live_bytes)
@@ -69,15 +86,15 @@ class Node:
             world_size=1,
             shard=shard_of(metadata),
             live=tuple(places) if way in ("arena", "in-place") else (),
-            pauses=way == "in-place",
             in_place=way == "in-place",
+            controlled=way == "in-place",
         )
-        self.member: LocalMember = new_member("m/a:0", 1, os.getpid(), registration, known)[0]
+        self.member: LocalMember = new_member("m/a:0", 1, checked(1, os.getpid(), registration, known))
         self.becomes(live=Live.SERVING, version=7, holds=7)
-        self.member.staging = -1 if way == "in-place" else STAGING
-        tensors = TensorSet(dict(zip(self.names, self.live, strict=True)), 0, metadata, None, None)
+        self.member.memory = TargetMemory(-1 if way == "in-place" else STAGING)
+        tensors = TargetTensors(dict(zip(self.names, self.live, strict=True)), 0, metadata, None, None)
         self.client = LiveChecks(self, self.member.id, tensors, lambda: self.staging)  # type: ignore[arg-type]
-        self.out: list[act.Instruction] = []
+        self.out = Effects(0.0)
         self.answers: list[cluster.MembersChecked] = []
         self.said: list[Message] = []
         self.is_swapping = False
@@ -85,16 +102,13 @@ class Node:
         self.digests = DigestQueue(
             "n0",
             2,
-            self.out.append,
-            lambda *_: None,
-            lambda arenas: {a: w for a, w in self.gpus.items() if a in arenas},
-            lambda: self.is_swapping,
+            _Maps(self.gpus),
         )
-        self.proofs = Proofs({self.member.id: self.member}, self.digests, self.out.append)
+        self.proofs = Proofs({self.member.id: self.member}, self.digests)
         for i in range(len(shapes)):
             self.write(i, self.staged(i))
-        if way == "in-place":  # its digest can be taken at that time only
-            self.proofs.committed(self.member)
+        if way == "in-place":  # its digest can only be taken at that time
+            self.proofs.committed(self.out, self.member)
             self.run()
 
     def becomes(self, **changes: Any) -> None:
@@ -106,7 +120,7 @@ class Node:
         self.said.append(message)
 
     def staged(self, i: int) -> np.ndarray:
-        """The elements of a tensor as they were staged, each as its bytes."""
+        """The staged elements of a tensor, each as its bytes."""
         element, count = self.live[i].element_size(), self.live[i].numel()
         at = self.offsets[i]
         return self.staging.bytes[at : at + count * element].reshape(count, element).copy()
@@ -116,34 +130,37 @@ class Node:
         self.live[i].copy_(torch.from_numpy(np.ascontiguousarray(elements).reshape(-1)).view(dtype).view(shape))
 
     def run(self) -> None:
-        """Perform the daemon's instructions until there are none left."""
-        self.digests.dispatch()
+        """Perform the daemon's instructions until none are left."""
+        self.dispatch()
         while self.out:
             done = self.out.pop(0)
             match done:
-                case act.ToWorker(_, sidecar.TakeDigests() as message):
-                    self.digests.worker_said(digests.taken(message, self.arenas))
-                case act.ToWorker(_, sidecar.CompareSpans() as message):
-                    self.digests.worker_said(digests.compared(message, self.arenas))
-                case act.ToClient(_, _, (local.DigestLive() | local.CompareLive()) as message):
+                case act.ToWorker(_, sidecar.ReadSpans() as message):
+                    self.digests.worker_said(self.out, digests.read(message, self.arenas))
+                case act.ToClient(_, _, local.CheckLive() as message):
                     self.client._answer(message)
                     for reply in self.said:
-                        assert isinstance(reply, local.LiveDigests | local.LiveCompared)
-                        self.proofs.client_said(self.member, reply)
+                        assert isinstance(reply, local.LiveChecked)
+                        self.proofs.client_said(self.out, self.member, reply)
                     self.said.clear()
                 case act.ToCoordinator(_, cluster.MembersChecked() as message):
                     self.answers.append(message)
                 case _:
                     pass
-            self.digests.dispatch()
+            self.dispatch()
+
+    def dispatch(self) -> None:
+        """Give idle workers work."""
+        self.digests.dispatch(self.out, is_swapping=self.is_swapping)
 
     def tick(self) -> None:
         """Run the daemon's work of one second."""
-        self.proofs.tick()
+        self.proofs.tick(self.out)
         self.digests.tick()
 
     def ask(self, check: str = "c", now: float = 0.0) -> None:
-        self.proofs.check(cluster.CheckMembers(check=check, members=(self.member.id,), timeout_s=10.0), now)
+        self.out.now = now
+        self.proofs.check(self.out, cluster.CheckMembers(check=check, members=(self.member.id,), timeout_s=10.0))
 
     def check(self) -> MemberChecked:
         self.ask()

@@ -13,11 +13,11 @@ _LOCAL = socket.inet_aton("127.0.0.1")
 
 
 class Proxies:
-    """Takes the place of each address that a gloo worker tells the others.
+    """Replaces each address that a gloo worker sends to the others.
 
-    Of two workers the one with the higher address connects, and each compares its own with what it is told, ports by
-    their bytes as they lie in memory: the lower byte first. So that both agree, the proxies of one worker have 0 there
-    and those of the other 255.
+    Of two workers the one with the higher address connects. Each compares its own address with the one that it
+    received, ports by their bytes in memory: the lower byte first. To make both agree, the proxies of one worker use 0
+    as that byte and the proxies of the other worker 255.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Proxies:
         self.passed = 0  # bytes
 
     def instead(self, index: int, value: bytes) -> bytes:
-        """Return what worker `index` (0 or 1) of gloo has told of its address, with a proxy's port in place of its."""
+        """Return the address message of gloo worker `index` (0 or 1), with a proxy's port instead of its own."""
         at = value.find(_LOCAL)
         if at < 2:
             return value
@@ -66,9 +66,9 @@ class Proxies:
 
 def _listener(low_byte: int) -> socket.socket:
     """Return a listener whose port ends in this byte."""
-    ports = [number << 8 | low_byte for number in range(16, 128)]  # below those that systems give out
+    ports = [number << 8 | low_byte for number in range(16, 128)]  # below the range of ephemeral ports
     random.shuffle(ports)
     for port in ports:
-        with contextlib.suppress(OSError):  # somebody listens there
+        with contextlib.suppress(OSError):  # the port is in use
             return socket.create_server(("127.0.0.1", port))
     raise OSError(f"no free port of {len(ports)}")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import torch
 
 import refitd
 from refitd.testing import Daemon, Engine, eventually
 from tests.support import shards
+from tests.support.programs import Program, python
 
 Tensors = dict[str, torch.Tensor]
 
@@ -38,7 +35,7 @@ class Fleet:
         self.source.publish(version)
 
     def knows_model(self) -> bool:
-        """Whether a coordinator answers, and has been told of everybody."""
+        """Whether a coordinator answers, and all ranks have registered with it."""
         try:
             return any(model.sources and model.targets for model in self.trainer.status().models)
         except refitd.RefitdError:
@@ -67,15 +64,8 @@ client.close()
 
 def crash(fleet: Fleet, way: str = "private", *, orderly: bool = False) -> None:
     """A replica of another process serves version 2 and dies, or closes its client."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", ENGINE, str(fleet.daemon.directory), way],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
-    )
-    assert process.stdin is not None and process.stdout is not None
-    with process:
-        assert process.stdout.readline() == b"serves\n"
+    with Program(python(fleet.daemon, ENGINE, way)) as process:
+        assert process.line() == "serves"
 
         def is_known() -> bool:
             states = {t.replica: t.state for t in fleet.trainer.status().models[0].targets}
@@ -83,10 +73,6 @@ def crash(fleet: Fleet, way: str = "private", *, orderly: bool = False) -> None:
 
         eventually(is_known, "the daemon knows what it serves")
         if orderly:
-            process.stdin.write(b"\n")
-            process.stdin.flush()
-            assert process.wait(20) == 0
-        else:
-            process.kill()
-            process.wait(10)
+            process.tell()
+            assert process.process.wait() == 0
     eventually(lambda: len(fleet.trainer.status().models[0].targets) == 1, "its end is known")

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from refitd.copy_services.epoch import Epoch, Mailbox
+from refitd.copy_services import Epoch, Mailbox
 from refitd.copy_services.gloo import GlooService
 from refitd.copy_services.windows import WindowExchange
 from refitd.errors import DeadlineExceeded, RefitdError
@@ -28,21 +28,22 @@ class ServiceThreads:
     def __init__(
         self, service: str, labels: Sequence[str], message_bytes: int, kinds: Mapping[int, type[WindowExchange]] = {}
     ) -> None:
-        """Of the ranks in `kinds` the service's class inherits from the given one first."""
+        """For ranks in `kinds`, the service's class inherits from the given class first."""
         self._threads = ThreadPoolExecutor(len(labels))
         join = {"gloo": _gloo, "nixl": _nixl}[service](tuple(labels), message_bytes, kinds)
         self.services: list[WindowExchange] = list(self._threads.map(join, range(len(labels))))
 
-    def run(self, *, timeout: float = TIMEOUT_S, **kwargs: Any) -> list[Any]:
-        """Return each rank's result, or its error."""
+    def run(self, *, timeout: float = TIMEOUT_S, first_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """Return each rank's result, or its error; `first_s` is the timeout of rank 0, if it has its own."""
 
-        def one(service: WindowExchange) -> Any:
+        def one(service: WindowExchange, timeout: float) -> Any:
             try:
                 return service.run(timeout, **kwargs)
             except RefitdError as exc:
                 return exc
 
-        return list(self._threads.map(one, self.services))
+        timeouts = [timeout if first_s is None else first_s] + [timeout] * (len(self.services) - 1)
+        return list(self._threads.map(one, self.services, timeouts))
 
     def close(self) -> None:
         for service in self.services:
@@ -71,7 +72,7 @@ def _gloo(labels: tuple[str, ...], message_bytes: int, kinds: Mapping[int, type[
 def _nixl(labels: tuple[str, ...], message_bytes: int, kinds: Mapping[int, type[WindowExchange]]) -> Any:
     from refitd.copy_services.nixl import NixlService
 
-    mailbox, parts = _Box(), 3 * message_bytes * len(labels)  # so that messages are cut into parts
+    mailbox, parts = _Box(), 3 * message_bytes * len(labels)  # the size cuts messages into parts
 
     def join(rank: int) -> WindowExchange:
         epoch = Epoch("e", rank, labels, "127.0.0.1", parts, mailbox, TIMEOUT_S, bytes(32))

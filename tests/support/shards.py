@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -29,21 +30,23 @@ def cut(tensors: Mapping[str, torch.Tensor], rank: int, world: int, model: Model
     }
 
 
+def meta(name: str, tensor: torch.Tensor, rank: int = 0, **fields: Any) -> ParameterMetadata:
+    """Describe a tensor: a whole one, unless `fields` say otherwise."""
+    size = tensor.element_size()
+    return ParameterMetadata(name, tuple(tensor.shape), tensor.dtype, size, owner_rank=rank, **fields)
+
+
 def describe(shard: Mapping[str, torch.Tensor], rank: int, world: int, model: Model = MODEL) -> list[ParameterMetadata]:
-    return [
-        ParameterMetadata(
-            name=name,
-            shape=tuple(tensor.shape),
-            dtype=tensor.dtype,
-            element_size=tensor.element_size(),
-            is_tp=model[name][1] is not None and world > 1,
-            partition_dim=model[name][1] or 0,
-            owner_rank=rank,
-            tensor_parallel_group_ranks=list(range(world)),
-            resolved_name=name,
-        )
-        for name, tensor in shard.items()
-    ]
+    found = []
+    for name, tensor in shard.items():
+        dim, group = model[name][1], list(range(world))
+        split = {
+            "is_tp": dim is not None and world > 1,
+            "partition_dim": dim or 0,
+            "tensor_parallel_group_ranks": group,
+        }
+        found.append(meta(name, tensor, rank, resolved_name=name, **split))
+    return found
 
 
 def zeros_like(shard: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

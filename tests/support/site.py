@@ -1,4 +1,4 @@
-"""Make a static site of README.md and what it leads to: `scripts/docs --site DIR`."""
+"""Make a static site of README.md and the pages that it links to: `scripts/docs --site DIR`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ td, th {{ padding: .2rem .6rem; border-top: 1px solid #8888; text-align: left; v
 
 
 def slug(title: str) -> str:
-    """Return what links to a heading end in, as GitHub names it."""
+    """Return the anchor of a heading, as GitHub makes it."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def build(out: Path) -> list[Path]:
-    """Write every page that README.md leads to, and copy the other files that they link to; return the pages."""
+    """Write every page reachable from README.md, and copy other linked files; return the pages."""
     parser = MarkdownIt("commonmark", {"html": False}).enable(["table"])
     waiting, done = [ROOT / "README.md"], []
     while waiting:

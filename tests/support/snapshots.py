@@ -1,4 +1,4 @@
-"""Everything that a state object holds, as one flat mapping, so that before and after can be compared."""
+"""Flatten all values of a state object into one mapping, to compare before and after."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes, enum.Enum, frozenset, msgspe
 def snapshot(root: object, leave_out: Collection[str] = ()) -> dict[str, object]:
     """Return every value reached from `root` by its path; `leave_out` has attributes as "Class.attribute".
 
-    Functions are not looked into: what they capture is the same object before and after.
+    A function is recorded by its name only: the values that it captured are the same objects before and after.
     """
     return dict(_leaves(root, "", frozenset(leave_out), {}))
 

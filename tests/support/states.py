@@ -1,4 +1,4 @@
-"""Draw the state machines into docs/states.md from their tables: `scripts/states`, or what a test compares."""
+"""Draw the state machines into docs/design.md from their tables, for `scripts/states` and a test that compares."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from refitd.coordinator.decision import ROWS, Phase
-from refitd.daemon.target_state import LIVES, LIVES_IN_PLACE, STEPS, Live, Step
+from refitd.commit import rank_state
+from refitd.commit.decision import ROWS, Phase
+from refitd.commit.rank_state import Bond, RankStep
+from refitd.commit.target_state import LIVES, LIVES_IN_PLACE, STEPS, Live, Step
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "states.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "design.md"
 
 # (event, state) -> the states that may follow
 Table = Mapping[tuple[type, enum.Enum], Sequence[enum.Enum]]
@@ -21,7 +23,7 @@ def _one_each(table: Mapping[tuple[type, enum.Enum], enum.Enum]) -> Table:
 
 
 def drawings() -> dict[str, str]:
-    """Return what stands under each name in the document: diagrams of moves, and whole tables."""
+    """Return the content of each name in the document: diagrams of moves, and whole tables."""
     swap: Table = {key: row.to for key, row in ROWS.items()}
     steps, lives = _one_each(STEPS), _one_each({**LIVES, **LIVES_IN_PLACE})
     return {
@@ -30,6 +32,9 @@ def drawings() -> dict[str, str]:
         "steps-diagram": diagram(steps, Step.IDLE),
         "steps-table": matrix(steps, Step),
         "lives-diagram": diagram(lives, Live.EMPTY),
+        "rank-diagram": diagram(_one_each(rank_state.STEPS), RankStep.IDLE),
+        "rank-table": matrix(_one_each(rank_state.STEPS), RankStep),
+        "bonds-diagram": diagram(_one_each(rank_state.BONDS), Bond.JOINED),
     }
 
 
@@ -45,7 +50,7 @@ def diagram(table: Table, first: enum.Enum) -> str:
 
 
 def matrix(table: Table, states: type[enum.Enum]) -> str:
-    """Return a row for each event and a column for each state: what may follow, "=" for the state itself."""
+    """Return a row for each event and a column for each state, with the next states; "=" is the state itself."""
 
     def rows() -> Iterator[list[str]]:
         yield ["", *(state.name for state in states)]
@@ -58,7 +63,7 @@ def matrix(table: Table, states: type[enum.Enum]) -> str:
 
 
 def drawn(text: str) -> str:
-    """Return the document with every drawing as the tables have it now."""
+    """Return the document with every drawing made from the present tables."""
     for name, drawing in drawings().items():
         pattern = rf"(<!-- {name} -->\n).*?(\n<!-- end -->)"
         text, count = re.subn(pattern, lambda found: found[1] + drawing + found[2], text, flags=re.DOTALL)  # noqa: B023

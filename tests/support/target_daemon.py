@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from refitd.protocol.base import Message
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Daemon:

@@ -6,12 +6,13 @@ import torch
 
 from refitd.testing import Daemon, Engine
 from tests.support import shards
+from tests.support.fleet import go_live
 
 Tensors = dict[str, torch.Tensor]
 
 
 class Fleet:
-    """One trainer rank, two whole replicas serving version 1."""
+    """One trainer rank, and two replicas that each have the whole model and serve version 1."""
 
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
@@ -22,9 +23,7 @@ class Fleet:
         self.targets = [
             self.client.register_target("policy", live, replica=f"engine-{i}") for i, live in enumerate(self.live)
         ]
-        self.source.publish(1)
-        with Engine(*self.targets):
-            self.trainer.swap("policy", 1, timeout=60)
+        go_live(self.trainer, self.source, 1, *self.targets)
         self.first = {name: t.clone() for name, t in self.full.items()}
         for tensor in self.full.values():
             tensor.add_(1)

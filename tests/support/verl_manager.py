@@ -2,7 +2,7 @@
 
     python -m tests.support.verl_manager DIRECTORY-OF-A-DAEMON
 
-It needs verl 0.9 and Ray, and runs on CPUs. The last line that it prints is JSON: the versions and what was checked.
+It needs verl 0.9 and Ray, and runs on CPUs. The last line that it prints is JSON: the versions and the checks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 class Trainer(Worker):
-    """A trainer rank as verl's ActorRolloutRefWorker is to a checkpoint engine; its tensors are sharded over ranks."""
+    """A trainer rank with the interface of verl's ActorRolloutRefWorker; its tensors are sharded over ranks."""
 
     def __init__(self, config: CheckpointEngineConfig) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Trainer(Worker):
         for name in SHAPES:
             sharded = distribute_tensor(whole(name, self._seed), self._mesh, [Shard(0)])
             assert isinstance(sharded, DTensor)
-            gathered = sharded.full_tensor()  # collective: a rank that does not walk has the others wait
+            gathered = sharded.full_tensor()  # collective: other ranks wait for a rank that does not iterate
             if self._fails and name == "model.norm.weight":
                 gathered = gathered[:-1]
             yield name, gathered
@@ -87,7 +87,7 @@ class Trainer(Worker):
 
 
 class Adapter(BaseRollout):
-    """Takes the place of an inference engine: digests what it is given."""
+    """Replaces an inference engine: digests the tensors it receives."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self.config, self.model_config, self.device_mesh = config, None, None
@@ -118,7 +118,7 @@ class Rollout(CheckpointEngineWorker):
 
 
 class Replica:
-    """What the manager asks of a rollout replica: workers, and to stand still around an update."""
+    """A rollout replica as the manager needs it: workers, and a pause around an update."""
 
     def __init__(self, workers: list[Any]) -> None:
         self.workers = workers

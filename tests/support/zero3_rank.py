@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 def main(rank: int, world_size: int, folder: Path, directory: str, settings: str) -> None:
-    """Train a step for each line, publish, and save what the whole model is then, gathered by DeepSpeed."""
+    """For each line, train a step, publish, and save the whole model, gathered by DeepSpeed."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     store = f"file://{folder / 'store'}"
     deepspeed.init_distributed("gloo", init_method=store, rank=rank, world_size=world_size, auto_mpi_discovery=False)

@@ -1,10 +1,9 @@
-"""A module's tensors are adopted where they are: malloc's, mmap's, tied and viewed ones; what cannot be, says so."""
+"""A module's tensors (malloc, mmap, tied, views) are adopted in place; the others are refused with a reason."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,26 +14,17 @@ import pytest
 import torch
 from torch import nn
 
-from refitd.buffers.arena import MappedArena, create
 from refitd.buffers.layout import extent
 from refitd.buffers.windows import WindowedArena, WindowPair
-from refitd.client import adopt_windows
-from refitd.client.adopt import Adoption
-from refitd.client.adopt_windows import WindowedAdoption
+from refitd.client import adopt
+from refitd.client.adopt import WindowedAdoption
 from refitd.errors import RefusedError
+from tests.support.arenas import arena_of
 from tests.support.mapped import is_arena
 
 
-def arena_of(nbytes: int) -> MappedArena:
-    fd = create(nbytes, "test")
-    try:
-        return MappedArena(fd, nbytes, write=True)
-    finally:
-        os.close(fd)
-
-
-def adopted(module: Any, only: list[str] | None = None) -> tuple[WindowedAdoption, WindowedArena]:
-    adoption = WindowedAdoption(module, {}, only=only)
+def adopted(module: Any) -> tuple[WindowedAdoption, WindowedArena]:
+    adoption = WindowedAdoption(module, {})
     return adoption, adoption.show(arena_of(adoption.nbytes))
 
 
@@ -118,7 +108,7 @@ def test_storages_cannot_be_freed_under_the_arena() -> None:
     for tensor in (model.weight, view):
         with pytest.raises(RuntimeError, match="not resizable"):
             tensor.untyped_storage().resize_(0)
-    model.share_memory()  # replaces the storage, and would free the old one
+    model.share_memory()  # replaces the storage and would free the old one
     assert model.weight.data_ptr() != view.data_ptr() - 12000
     model.weight.data = torch.ones(2)
     gone = weakref.ref(model)
@@ -127,17 +117,6 @@ def test_storages_cannot_be_freed_under_the_arena() -> None:
     assert gone() is None and is_arena(address)
     arena.leave()
     assert not is_arena(address) and torch.isfinite(view).all()
-
-
-def test_only_what_is_named_is_adopted_with_its_ties() -> None:
-    model, only = Model(), ["head.*", "embed.*", "mean"]
-    for adoption in (Adoption(model, {}, only=only), adopted(model, only)[0]):
-        assert adoption.contents.keys() == {"head.bias", "embed.weight", "mean"}
-        assert adoption.left["front"] == "`only` does not name it"
-    with pytest.raises(RefusedError, match="only: no parameter or persistent buffer of the module is registered as 'h"):
-        Adoption(model, {}, only=["head.*", "haed.weight"])
-    with pytest.raises(RefusedError, match=r"back: it shares memory with tail, and no version has it .or `only`"):
-        Adoption(model, {}, only=["tail"])
 
 
 def of_a_file(path: Path, *, shared: bool) -> nn.Module:
@@ -191,7 +170,7 @@ def test_gaps_that_others_may_hold_are_refused() -> None:
 
 def test_too_many_ranges_are_copied_the_smallest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.ParameterList([nn.Parameter(torch.ones(size)) for size in (200_000, 400_000, 300_000)])
-    monkeypatch.setattr(adopt_windows, "most_windows", lambda: 1)
+    monkeypatch.setattr(adopt, "most_windows", lambda: 1)
     adoption, _ = adopted(module)
     assert adoption.left.keys() == {"0", "2"} and "vm.max_map_count leaves room for 1 ranges" in adoption.left["0"]
 
@@ -199,7 +178,7 @@ def test_too_many_ranges_are_copied_the_smallest_first(monkeypatch: pytest.Monke
 def test_a_failure_in_the_middle_leaves_the_module_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     before, values = {n: t.data_ptr() for n, t in state(model).items()}, copy.deepcopy(model).state_dict()
-    adoption, works, calls = WindowedAdoption(model, {}), adopt_windows.point, []
+    adoption, works, calls = WindowedAdoption(model, {}), adopt.point, []
 
     def fails(*about: Any) -> None:
         calls.append(about)
@@ -207,7 +186,7 @@ def test_a_failure_in_the_middle_leaves_the_module_as_it_was(monkeypatch: pytest
             raise RuntimeError("torch refuses")
         works(*about)
 
-    monkeypatch.setattr(adopt_windows, "point", fails)
+    monkeypatch.setattr(adopt, "point", fails)
     with pytest.raises(RuntimeError, match="torch refuses"):
         adoption.show(arena_of(adoption.nbytes))
     assert {n: t.data_ptr() for n, t in state(model).items()} == before

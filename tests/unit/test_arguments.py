@@ -1,4 +1,4 @@
-"""Every argument that is none is a RefitdError naming it; what converts is converted; nobody's session ends of it."""
+"""An invalid argument raises a RefitdError that names it; convertible values are converted; the session stays open."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from refitd import ParameterMetadata, PlanError, RefitdError, RefusedError, Tile
+from refitd.client.arenas import number_of
 from refitd.client.arguments import encoded, flag, seconds, text, whole
-from refitd.client.derived import Derived
-from refitd.client.devices import number_of
 from refitd.client.given import checked_wanted
-from refitd.client.mxfp8 import MXFP8Offer, SourceTensors, TargetTensors
+from refitd.client.source_tensors import MXFP8Offer, SourceTensors
+from refitd.client.target_tensors import Derived, TargetTensors
 from refitd.describe.metadata import plain
 from refitd.describe.module import describe_module
 from refitd.protocol import local
@@ -154,7 +154,7 @@ def test_what_no_message_may_hold_is_refused_by_whoever_says_it() -> None:
         with pytest.raises(RefusedError, match="Withdraw cannot be sent: "):
             encoded(1, local.Withdraw(member="m", version=value))
     with pytest.raises(RefitdError, match="would take"):
-        encoded(1, local.LiveDigests(member="m", check=1, digests=bytes(MAX_MESSAGE_BYTES)))
+        encoded(1, local.LiveChecked(member="m", check=1, digests=bytes(MAX_MESSAGE_BYTES)))
     with pytest.raises(RefusedError):
         encoded(1, local.RegisterSource(model="\ud800", rank=0, world_size=1, shard=Shard(tensors=())))
 

@@ -1,4 +1,4 @@
-"""What an epoch's key makes: MACs that others cannot make, and that tell apart whatever differs."""
+"""MACs from an epoch's key: they cannot be forged without the key, and differ when any input differs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import msgspec
 import pytest
 import torch
 
-from refitd.copy_services.authentication import KEY_BYTES, MAC_BYTES, Authenticator, prove
-from refitd.copy_services.device_digest import DeviceDigest, make_secret_keys
-from refitd.copy_services.epoch import Epoch
-from refitd.copy_services.peers import Deadline
+from refitd.copy_services import Epoch
+from refitd.copy_services.digests import KEY_BYTES, MAC_BYTES, Authenticator, DeviceDigest, make_secret_keys
+from refitd.copy_services.peers import prove
+from refitd.copy_services.waits import Deadline
 from refitd.errors import TransportError
 from refitd.protocol import cluster, sidecar
 from refitd.protocol.base import Secret
@@ -82,7 +82,7 @@ def test_keys_of_another_length_are_refused(key: bytes) -> None:
 def test_no_repr_shows_a_key() -> None:
     key = b"secret".ljust(KEY_BYTES, b".")
     plan = cluster.EpochPlan("e", "gloo", ("n0",), ("h",), 1, 1 << 20, 1.0, Secret(key))
-    load = cluster.LoadPlan(plan="p", model="m", ranks=(), members=(), table={}, epoch=plan)
+    load = cluster.LoadPlan(plan="p", model="m", share="s", ranks="r", epoch=plan)
     joining = sidecar.JoinEpoch("e", "gloo", 0, ("w",), "127.0.0.1", 1 << 20, 1.0, Secret(key))
     shown = [repr(plan), repr(load), repr(joining), str(joining), repr(Epoch("e", 0, ("w",), "", 1, None, 1.0, key))]  # type: ignore[arg-type]
     shown += [repr(Authenticator(key)), repr(list(plan.key.__rich_repr__()))]
@@ -93,7 +93,7 @@ def test_no_repr_shows_a_key() -> None:
 
 
 class Wire:
-    """One end of a connection of two. What it says passes `between`, a function of the call's number and of that."""
+    """One end of a connection of two. Each message passes `between(its number, message)`, which may alter it."""
 
     def __init__(self, index: int, ends: list[queue.Queue[bytes]], between: Callable[[int, bytes], bytes]) -> None:
         self.index = index
@@ -122,9 +122,9 @@ EPOCH = Epoch("e", 0, ("worker 0 on a", "worker 0 on b"), "127.0.0.1", 1 << 20, 
 def proven(
     other: Epoch = EPOCH, between: Callable[[Wire, int, bytes], bytes] = lambda wire, number, said: said
 ) -> list[Authenticator | str]:
-    """Have two ends prove themselves; return what each holds then, or its error.
+    """Let two ends authenticate each other; return the authenticator or the error of each end.
 
-    `between` returns what the first one hears of what the second one says.
+    `between` returns the message that the first end receives for each message of the second end.
     """
     ends: list[queue.Queue[bytes]] = [queue.Queue(), queue.Queue()]
     first = Wire(0, ends, lambda number, said: said)
@@ -166,9 +166,10 @@ def test_two_who_hold_the_key_of_one_epoch_share_a_session_that_no_other_meeting
 )
 def test_who_is_of_another_epoch_or_lane_proves_nothing(other: Epoch) -> None:
     first, second = proven(other)
-    assert isinstance(first, str) and "who came as worker 0 on b does not hold the key of epoch e" in first
+    assert isinstance(first, str) and "the process that came as worker 0 on b does not hold the key of epoch e" in first
     assert (
-        isinstance(second, str) and f"who came as {other.labels[0]} does not hold the key of epoch {other.id}" in second
+        isinstance(second, str)
+        and f"the process that came as {other.labels[0]} does not hold the key of epoch {other.id}" in second
     )
 
 
@@ -183,4 +184,4 @@ def test_a_proof_cannot_be_altered_nor_said_back_to_whoever_made_it() -> None:
 
     for between in (says_back, alters):
         first, _ = proven(between=between)
-        assert isinstance(first, str) and "who came as worker 0 on b does not hold the key" in first
+        assert isinstance(first, str) and "the process that came as worker 0 on b does not hold the key" in first

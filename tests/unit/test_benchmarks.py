@@ -1,4 +1,4 @@
-"""scripts/bench: names, JSON, cases that fit the facts, and figures that are counted right."""
+"""scripts/bench: names, JSON, selection of cases for a machine, and correct figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.engines.__main__ import _cases, _chosen
 from benchmarks.swap_case import CHECKPOINT, SLOW, SLOW_ROUNDS, Case
 from benchmarks.swap_model import Layout, Tensor, experts, held, llama_like, traffic
 from refitd.describe.layout import elements
-from refitd.offline import world_size
+from refitd.offline.layouts import world_size
 from refitd.plan.build import plan_copies
 from refitd.plan.cost import traffic_of
 

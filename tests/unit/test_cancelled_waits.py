@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from refitd.client.derived import Derived
-from refitd.client.mxfp8 import TargetTensors
 from refitd.client.target import Target
+from refitd.client.target_tensors import Derived, TargetTensors
 from refitd.errors import CommitError
 from refitd.protocol import local
 from refitd.protocol.shards import shard_of
@@ -19,7 +18,7 @@ from tests.support.target_daemon import WAIT_S, Daemon
 
 
 class Engine:
-    """A target written in place, with a derived tensor whose hook holds up each commit until `may_end`."""
+    """A target written in place; the hook of a derived tensor blocks each commit until `may_end`."""
 
     def __init__(self) -> None:
         self.daemon = Daemon()
@@ -32,7 +31,7 @@ class Engine:
             self.daemon,  # type: ignore[arg-type]
             local.RegisterTarget(model="policy", replica="a", rank=0, world_size=1, shard=shard_of(tensors.wire)),
             tensors,
-            local.TargetRegistered(member="m", staging=0, nbytes=16, version=None),
+            local.Registered(member="m", staging=0, nbytes=16, version=None),
             None,
             None,
             None,
@@ -45,7 +44,7 @@ class Engine:
             raise self.raises
 
     def decide(self, version: int) -> None:
-        self.daemon.hears(local.PrepareCommit(f"s{version}", "m", version, by_worker=False, in_place=True))
+        self.daemon.hears(local.PrepareCommit(f"s{version}", "m", version, in_place=True))
 
     async def begin(self) -> asyncio.Task[int]:
         """Return a wait whose commit of version 1 has begun."""
@@ -61,13 +60,13 @@ class WatchedLock:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waits = threading.Event()
         changed = engine.target._state.changed
-        wait_for = changed.wait_for
+        wait = changed.wait
 
         def watched(*args: object) -> object:
             self.waits.set()
-            return wait_for(*args)  # type: ignore[arg-type]
+            return wait(*args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(changed, "wait_for", watched)
+        monkeypatch.setattr(changed, "wait", watched)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -124,7 +123,7 @@ def test_a_poll_after_an_event_loop_that_was_abandoned_in_a_commit_reports_the_v
     waiting = loop.run_until_complete(engine.begin())
     waiting.cancel()
     loop.run_until_complete(asyncio.sleep(0))
-    # the loop runs no more, as after an interrupt of `run_until_complete`; the commit goes on in its thread
+    # the loop has stopped, as after an interrupt of `run_until_complete`; the commit continues in its thread
     with ThreadPoolExecutor() as threads:
         polled = threads.submit(engine.target.poll)
         engine.may_end.set()

@@ -1,4 +1,4 @@
-"""What is asked for is compared with every limit before anything is allocated; the numbers are in the refusal."""
+"""A requested size is compared with every limit before anything is allocated; the refusal contains the numbers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_tightest_control_group_above_this_process_comes_first(node: tuple[P
     write(groups / "memory.max", "max\n")
     write(groups / "jobs/memory.max", f"{300 * MIB}\n")
     write(groups / "jobs/memory.current", f"{200 * MIB}\n")
-    # half of what is used is the page cache of files, which is given up for arenas
+    # half of the used memory is page cache of files, which the kernel frees for arenas
     write(groups / "jobs/memory.stat", f"anon 7\ninactive_file {60 * MIB}\nactive_file {40 * MIB}\n")
     write(groups / "jobs/one/memory.max", f"{250 * MIB}\n")
     write(groups / "jobs/one/memory.current", f"{10 * MIB}\n")

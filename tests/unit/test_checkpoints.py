@@ -1,4 +1,4 @@
-"""Folders of safetensors: read strictly, each fault by name; written whole, or not at all."""
+"""Folders of safetensors: strict reading that names each fault; writing is complete or has no effect."""
 
 from __future__ import annotations
 
@@ -17,16 +17,24 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from refitd.checkpoints import new_folder as placing
-from refitd.checkpoints.folder import INDEX, WHOLE, Checkpoint, open_folder, part_of
-from refitd.checkpoints.folder import read_folder as read_opened
-from refitd.checkpoints.formats import Safetensors
-from refitd.checkpoints.header import NAMES, header, in_file_order, read_header
-from refitd.checkpoints.new_folder import new_folder, write_file
-from refitd.checkpoints.reading import Reader
+from refitd.checkpoints import writing as placing
+from refitd.checkpoints.publish import Reader
+from refitd.checkpoints.safetensors import (
+    INDEX,
+    NAMES,
+    WHOLE,
+    Checkpoint,
+    header,
+    in_file_order,
+    open_folder,
+    part_of,
+    read_header,
+)
+from refitd.checkpoints.safetensors import read_folder as read_opened
 from refitd.checkpoints.save import split
+from refitd.checkpoints.writing import Safetensors, new_folder, write_file
 from refitd.errors import CheckpointError
-from refitd_cli.commands.save import bytes_of
+from refitd_cli.commands.checkpoints import bytes_of
 from refitd_cli.control import main as refitctl
 
 A, B = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
@@ -37,7 +45,7 @@ def read_folder(path: Path) -> Checkpoint:
 
 
 def raw(said: object, data: bytes = b"") -> bytes:
-    """A file with this header, right or wrong."""
+    """Return a file with this header, which may be invalid."""
     text = said if isinstance(said, bytes) else json.dumps(said).encode()
     return len(text).to_bytes(8, "little") + text + data
 
@@ -135,86 +143,38 @@ def test_a_damaged_file_is_refused_by_name_with_what_is_wrong(tmp_path: Path, da
     assert str(path) in str(caught.value) and words in str(caught.value)
 
 
-def _missing(folder: Path) -> None:
-    (folder / B).unlink()
-
-
-def _no_index(folder: Path) -> None:
-    (folder / INDEX).unlink()
-
-
-def _truncated(folder: Path) -> None:
-    os.truncate(folder / B, (folder / B).stat().st_size - 1)
-
-
-def _doubled(folder: Path) -> None:
-    save_file({name: torch.zeros(3) for name in "acd"}, folder / B)
-
-
-def _foreign(folder: Path) -> None:
-    shutil.copy(folder / B, folder / "model-00003-of-00003.safetensors")
-
-
-def _whole_beside_shards(folder: Path) -> None:
-    shutil.copy(folder / B, folder / WHOLE)
-
-
-def _unlisted(folder: Path) -> None:
-    reindex(folder, lambda weights: weights.pop("d"))
-
-
-def _elsewhere(folder: Path) -> None:
-    reindex(folder, lambda weights: weights.update(a=B))
-
-
-def _outside(folder: Path) -> None:
-    reindex(folder, lambda weights: weights.update(a="../model.safetensors"))
-
-
-def _no_map(folder: Path) -> None:
-    (folder / INDEX).write_text('{"metadata": {}}')
-
-
-def _bad_index(folder: Path) -> None:
-    (folder / INDEX).write_text('{"weight_map": {"a"')
-
-
-def _index_twice(folder: Path) -> None:
-    (folder / INDEX).write_text('{"weight_map": {"a": "x", "a": "y"}}')
-
-
-def _empty(folder: Path) -> None:
+def empty(folder: Path) -> None:
     for each in folder.iterdir():
         each.unlink()
 
 
-def _gone(folder: Path) -> None:
-    shutil.rmtree(folder)
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    f"{B}: missing, and the index lists it": lambda folder: (folder / B).unlink(),
+    f"it has {A}, {B}, expected {WHOLE} alone": lambda folder: (folder / INDEX).unlink(),
+    f"{B}: its tensors end at byte": lambda folder: os.truncate(folder / B, (folder / B).stat().st_size - 1),
+    f"'a': it is in {A} and in {B}": lambda folder: save_file({name: torch.zeros(3) for name in "acd"}, folder / B),
+    "model-00003-of-00003.safetensors: no tensor of the index is in it": lambda folder: shutil.copy(
+        folder / B, folder / "model-00003-of-00003.safetensors"
+    ),
+    f"{WHOLE}: no tensor of the index is in it": lambda folder: shutil.copy(folder / B, folder / WHOLE),
+    f"{B}, and not in the index": lambda folder: reindex(folder, lambda weights: weights.pop("d")),
+    f"'a': the index says that it is in {B}, and it is not; it is in {A}": lambda folder: reindex(
+        folder, lambda weights: weights.update(a=B)
+    ),
+    "'a' is said to be in '../model.safetensors'": lambda folder: reindex(
+        folder, lambda weights: weights.update(a="../model.safetensors")
+    ),
+    "its weight_map is None": lambda folder: (folder / INDEX).write_text('{"metadata": {}}'),
+    f"{INDEX}: it is damaged": lambda folder: (folder / INDEX).write_text('{"weight_map": {"a"'),
+    "'a' (str) is in it twice": lambda folder: (folder / INDEX).write_text('{"weight_map": {"a": "x", "a": "y"}}'),
+    "it has none of them": empty,
+    "No such file or directory": shutil.rmtree,
+}
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (_missing, f"{B}: missing, and the index lists it"),
-        (_no_index, f"it has {A}, {B}, expected {WHOLE} alone"),
-        (_truncated, f"{B}: its tensors end at byte"),
-        (_doubled, f"'a': it is in {A} and in {B}"),
-        (_foreign, "model-00003-of-00003.safetensors: no tensor of the index is in it"),
-        (_whole_beside_shards, f"{WHOLE}: no tensor of the index is in it"),
-        (_unlisted, f"{B}, and not in the index"),
-        (_elsewhere, f"'a': the index says that it is in {B}, and it is not; it is in {A}"),
-        (_outside, "'a' is said to be in '../model.safetensors'"),
-        (_no_map, "its weight_map is None"),
-        (_bad_index, f"{INDEX}: it is damaged"),
-        (_index_twice, "'a' (str) is in it twice"),
-        (_empty, "it has none of them"),
-        (_gone, "No such file or directory"),
-    ],
-)
-def test_a_folder_whose_files_do_not_belong_together_is_refused_by_name(
-    sharded: Path, damage: Callable[[Path], None], words: str
-) -> None:
-    damage(sharded)
+@pytest.mark.parametrize("words", DAMAGES)
+def test_a_folder_whose_files_do_not_belong_together_is_refused_by_name(sharded: Path, words: str) -> None:
+    DAMAGES[words](sharded)
     with pytest.raises(CheckpointError) as caught:
         read_folder(sharded)
     assert words in str(caught.value)
@@ -231,13 +191,13 @@ def test_a_file_that_shrinks_or_grows_while_it_is_read_is_an_error_and_not_a_sig
             list(reading)
 
 
-# Truncates a file when a first piece of its tensor has been read.
+# Truncates a file after the first piece of its tensor was read.
 TRUNCATED = """
 import os, sys
 from pathlib import Path
 import torch
-from refitd.checkpoints.folder import open_folder, read_folder
-from refitd.checkpoints.reading import Reader
+from refitd.checkpoints.safetensors import open_folder, read_folder
+from refitd.checkpoints.publish import Reader
 from refitd.errors import CheckpointError
 file = Path(sys.argv[1])
 with Reader(read_folder(open_folder(file.parent))) as reader:

@@ -1,4 +1,4 @@
-"""refitctl config and support-bundle: what is in force, where it comes from, and that no key is in either."""
+"""refitctl config and support-bundle show the effective settings and their origins, and never a key."""
 
 from __future__ import annotations
 

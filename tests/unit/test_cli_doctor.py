@@ -1,4 +1,4 @@
-"""refitctl doctor: what it measures and what it advises."""
+"""Measurements and advice of refitctl doctor."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from refitd.buffers import capacity
-from refitd.copy_services import measure, registry
-from refitd.copy_services.base import Capabilities
-from refitd.copy_services.registry import Backend, Offer
+from refitd.copy_services import Backend, Capabilities, registry
+from refitd.copy_services.registry import Offer
 from refitd.errors import ConfigError, TransportError
-from refitd_cli import checks
+from refitd_cli.commands import doctor as checks
 from tests.support.cli import FakeClient, run
 
 
@@ -64,25 +63,6 @@ def test_the_tightest_limit_counts_as_memory():
     found = checks.memory("MemTotal: 8000000 kB\nMemAvailable: 4000000 kB\n", limits)
     assert found.state == "warn"
     assert "700 MB left under memory.max of control group /job" in found.found
-
-
-@pytest.mark.parametrize(("scope", "state"), [("", "ok"), ("0", "ok"), ("1", "ok"), ("2", "warn"), ("3", "warn")])
-def test_ptrace_scopes_that_keep_workers_out_are_warnings(monkeypatch, scope, state):
-    monkeypatch.setattr(checks.os, "geteuid", lambda: 1000)
-    assert checks.ptrace(scope).state == state
-
-
-def test_doctor_measures_how_private_tensors_are_lent():
-    choice = measure.Choice("pulled", "pulled at 5.0 GB/s, copied at 7.0 GB/s")
-    found = checks.private_tensors(lambda: choice)
-    assert (found.state, found.found) == ("ok", f"{choice.reason}, in rows of 16.4 kB: lent ones are pulled")
-
-    def forbidden() -> measure.Choice:
-        raise TransportError("the memory of process 7 cannot be read: Operation not permitted; publish a snapshot")
-
-    found = checks.private_tensors(forbidden)
-    assert (found.state, "ptrace_scope" in found.advice) == ("warn", True)
-    assert found.found == "lent ones are copied: the memory of process 7 cannot be read: Operation not permitted"
 
 
 def offer(name: str, missing: Callable[[], str] = lambda: "", package: str = "refitd", **capabilities) -> Offer:

@@ -1,4 +1,4 @@
-"""The daemon's end of descriptor sockets: what was sent is heard before the end of whoever sent it."""
+"""The daemon's end of descriptor sockets: a client's messages are handled before its disconnect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from refitd.buffers import handoff
-from refitd.daemon.client_listener import ClientListener
+from refitd.daemon.clients import ClientListener
 from refitd.errors import RefusedError
 from refitd.protocol import local, sidecar
 from refitd.protocol.channel import Received
@@ -18,7 +18,7 @@ from refitd.protocol.codec import Decoder, encode
 
 
 class Front:
-    """A listener with one client, and what the listener reports."""
+    """A listener with one client, and the reports of the listener."""
 
     def __init__(self, directory: Path) -> None:
         self.watched: dict[int, int] = {}
@@ -30,9 +30,9 @@ class Front:
             "ipc://nowhere",
             frozenset({os.getuid()}),
             self.watched.__setitem__,
+            self,  # type: ignore[arg-type]
             self.goodbyes.append,
             lambda session, message: self.told.append((session, message)),
-            lambda session, fd, nbytes: self.given.append((session, nbytes)) or len(self.given),  # type: ignore[func-returns-value]
         )
         self.client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.client.settimeout(20)
@@ -43,20 +43,26 @@ class Front:
         assert isinstance(session, sidecar.Greeting)
         self.token = session.token
         self.peer = Received(b"id", b"", "", f"localhost:{os.getuid()}:{os.getgid()}:{os.getpid()}")
-        (self.fd,) = [fd for fd in self.watched if self.listener.owns(fd) and fd not in self.listener._processes]
+        (self.fd,) = [fd for fd, one in self.listener.fds.items() if fd != one.process]
 
-    def say(self, *messages: local.Told | sidecar.Goodbye | sidecar.FetchArena) -> None:
+    def say(self, *messages: local.Told | local.Goodbye | sidecar.FetchArena) -> None:
         for message in messages:
             handoff.send(self.client, encode(0, message))
 
-    def serve(self) -> int | None:
-        def fetch(session: int, arena: int, write: bool) -> tuple[int, int, str]:
-            raise RefusedError("there are no arenas here")
+    def fetch(self, session: int, arena: int, write: bool) -> tuple[int, int, str]:
+        """The listener's `files`."""
+        raise RefusedError("there are no arenas here")
 
-        return self.listener.serve(self.fd, fetch)
+    def given_back(self, session: int, fd: int, nbytes: int) -> int:
+        """The listener's `files`."""
+        self.given.append((session, nbytes))
+        return len(self.given)
+
+    def serve(self) -> int | None:
+        return self.listener.hear(self.fd)
 
     def hear(self) -> bool:
-        return self.listener.hear(self.peer, lambda *_: (0, 0, ""))
+        return self.listener.hear(self.peer.identity) is None
 
 
 @pytest.fixture
@@ -72,14 +78,14 @@ DONE = local.CommitDone(swap="s", member="m", paused_s=0.0)
 
 def test_what_was_sent_is_heard_before_the_end(front: Front) -> None:
     session, _ = front.listener.admit(front.peer, front.token)
-    front.say(DONE, sidecar.Goodbye())
+    front.say(DONE, local.Goodbye())
     front.client.close()
     assert front.serve() == session
     assert front.told == [(session, DONE)] and front.goodbyes == [session]
 
 
 def test_it_is_heard_though_the_client_has_left_an_answer_unread(front: Front) -> None:
-    # the kernel then tells of a reset before it gives out what lies in the socket
+    # the kernel then reports a reset before it delivers the data in the socket
     session, _ = front.listener.admit(front.peer, front.token)
     front.say(sidecar.FetchArena(arena=1))
     assert front.serve() is None
@@ -109,9 +115,10 @@ def test_nobody_is_told_anything_by_who_has_not_said_hello_and_what_is_no_messag
 
 def test_a_session_that_is_left_leaves_nothing_to_watch(front: Front) -> None:
     session, _ = front.listener.admit(front.peer, front.token)
-    process = next(iter(front.listener._processes))
+    (process,) = [one.process for fd, one in front.listener.fds.items() if fd == one.process]
+    assert process is not None
     front.listener.leave(session)
-    assert not front.listener.owns(front.fd) and not front.listener.owns(process)
+    assert not front.listener.fds
     assert front.watched[front.fd] == front.watched[process] == 0
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(process)

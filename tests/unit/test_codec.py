@@ -17,10 +17,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from refitd import ParameterMetadata
-from refitd.describe.tiles import Repeat, Tile
+from refitd.describe.metadata import Repeat, Tile
 from refitd.errors import ProtocolError
-from refitd.protocol import cluster, codec, local, shards, sidecar, versions
-from refitd.protocol.base import PROTOCOL_VERSION, Message
+from refitd.protocol import cluster, codec, local, shards, sidecar
+from refitd.protocol.base import PROTOCOL_VERSION, Message, check_version
 from refitd.protocol.codec import Decoder, UnknownKind, digest_of, encode, pack, request_of, unpack
 from tests.fuzz.values import value_of
 from tests.support.other_minor.minors import newer, older
@@ -83,11 +83,13 @@ def test_what_the_type_does_not_allow_is_refused(envelope: object, why: str) -> 
         DECODER.decode(msgpack.packb(envelope))
 
 
-def test_a_repeated_key_is_refused() -> None:
-    once = msgpack.packb("model") + msgpack.packb("policy")
-    frame = b"\x92\x01\x83" + msgpack.packb("type") + msgpack.packb("GetPlan") + once + once
-    with pytest.raises(ProtocolError, match="repeats a key"):
-        DECODER.decode(frame)
+def test_of_a_repeated_key_every_reader_takes_the_last_value() -> None:
+    first, last = (msgpack.packb("model") + msgpack.packb(value) for value in ("policy", "other"))
+    frame = b"\x92\x01\x83" + msgpack.packb("type") + msgpack.packb("GetPlan") + first + last
+    assert DECODER.decode(frame) == (1, local.GetPlan("other")) and request_of(frame) == (1, "GetPlan")
+    twice = b"\x92\x01\x82" + b"".join(msgpack.packb("type") + msgpack.packb(kind) for kind in ("GetPlan", "GetStatus"))
+    with pytest.raises(ProtocolError):
+        DECODER.decode(twice)
 
 
 def test_a_frame_beyond_the_limit_is_refused_before_it_is_read() -> None:
@@ -101,13 +103,6 @@ def test_a_claimed_length_allocates_nothing() -> None:
     for head in (b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"):
         with pytest.raises(ProtocolError):
             DECODER.decode(b"\x92\x01" + head + b"\xff\xff\xff\xff")
-
-
-@given(st.binary(max_size=300))
-def test_no_bytes_do_more_than_raise_a_protocol_error(frame: bytes) -> None:
-    for decoder in (DECODER, Decoder(cluster.NodeMessage)):
-        with contextlib.suppress(ProtocolError):
-            decoder.decode(frame)
 
 
 @given(st.binary(max_size=200))
@@ -146,13 +141,6 @@ def test_a_packed_value_that_would_fill_the_memory_is_refused_while_small() -> N
         unpack(bomb, shards.Shard, "")
 
 
-@given(st.binary(max_size=200))
-def test_no_packed_bytes_do_more_than_raise_a_protocol_error(data: bytes) -> None:
-    for packed in (data, zlib.compress(data)):
-        with pytest.raises(ProtocolError):
-            unpack(packed, shards.Shard, xxhash.xxh3_128_hexdigest(data))
-
-
 def test_ranks_that_hold_the_same_say_the_same() -> None:
     said = {
         shards.shard_of([ParameterMetadata("w", (4,), "float32", 4, is_tp=True, owner_rank=rank,
@@ -169,7 +157,7 @@ def array(count: int) -> bytes:
 
 
 def registration(groups: bytes) -> bytes:
-    """A frame that is a registration but for the groups of its shard, which are given in MessagePack."""
+    """Return a registration frame whose shard groups are this MessagePack."""
     fields = {"type": "RegisterSource", "model": "m", "rank": 0, "world_size": 1}
     packed = b"".join(msgpack.packb(key) + msgpack.packb(value) for key, value in fields.items())
     shard = b"\x82" + msgpack.packb("tensors") + b"\x90" + msgpack.packb("groups") + groups
@@ -228,7 +216,7 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_values_are_counted_whatever_they_are_and_never_fewer_than_there_are(value: object) -> None:
-    # half as many values as bytes are let through: the filler has bytes enough
+    # the limit is one value for two bytes, and the filler has enough bytes
     filler = b"x" * (300 + 4 * len(msgpack.packb(value)))
     frame = msgpack.packb([value, filler])
     with pytest.MonkeyPatch.context() as patched:
@@ -268,17 +256,6 @@ def test_a_registration_of_a_hundred_thousand_tensors_is_not_too_much() -> None:
     assert DECODER.decode(encode(1, message)) == (1, message)
 
 
-def test_a_key_that_is_repeated_deep_inside_is_refused() -> None:
-    tensor = b"\x84" + b"".join(
-        msgpack.packb(word) for word in ("name", "w", "dtype", "float32", "dtype", "float32", "shape", [1])
-    )
-    whole = registration(b"\x90").replace(
-        msgpack.packb("tensors") + b"\x90", msgpack.packb("tensors") + b"\x91" + tensor
-    )
-    with pytest.raises(ProtocolError, match="repeats a key"):
-        DECODER.decode(whole)
-
-
 # --- other minor versions ---------------------------------------------------------------------------------
 
 
@@ -299,7 +276,7 @@ def _kinds() -> list[type[msgspec.Struct]]:
 
 @pytest.mark.parametrize("kind", _kinds(), ids=lambda kind: kind.__name__)
 def test_every_message_of_another_minor_version_is_understood(kind: type[msgspec.Struct]) -> None:
-    """A newer one has fields that are unknown here; an older one lacks those that have defaults."""
+    """A newer message has unknown fields; an older one lacks fields that have defaults."""
     decoder: Decoder[Message] = Decoder(kind)
     about = msgspec.inspect.type_info(kind)
     for seed in range(3):
@@ -317,7 +294,7 @@ def test_a_packed_value_of_another_minor_version_is_understood() -> None:
 
 
 def test_a_kind_that_a_newer_minor_version_has_is_told_from_a_message_that_is_wrong() -> None:
-    with pytest.raises(UnknownKind, match=r"'Explode' refused: it is not one that protocol 3\.\d+ has here") as caught:
+    with pytest.raises(UnknownKind, match=r"'Explode' refused: it is not one that protocol 4\.\d+ has here") as caught:
         DECODER.decode(msgpack.packb([7, {"type": "Explode", "model": "m"}]))
     assert caught.value.request_id == 7
     for wrong in ({"type": "GetPlan"}, {}, {"type": 5}):
@@ -326,26 +303,25 @@ def test_a_kind_that_a_newer_minor_version_has_is_told_from_a_message_that_is_wr
         assert not isinstance(caught_other.value, UnknownKind)
 
 
-@pytest.mark.parametrize(
-    "unknown",
-    [
-        b"\x91" * 5000 + b"\xc0",  # too deep
-        b"\xa2\xff\xff",  # no text
-        b"\x81\x01\xc0",  # a key that is no text
-        b"\x82\xa1a\xc0\xa1a\xc0",  # a key twice
-        b"\xd4\xff\x00",  # a time that is none
-    ],
-)
-def test_what_an_unknown_field_holds_is_refused_as_in_a_known_one(unknown: bytes) -> None:
-    body = b"\x83" + msgpack.packb("type") + msgpack.packb("GetPlan") + msgpack.packb("model") + msgpack.packb("m")
+@pytest.mark.parametrize("unknown", [b"\xa2\xff\xff", b"\x81\x01\xc0", b"\x82\xa1a\xc0\xa1a\xc0", b"\xd4\xff\x00"])
+def test_what_an_unknown_field_holds_is_not_read(unknown: bytes) -> None:
+    assert DECODER.decode(_with_more(unknown)) == (1, local.GetPlan("m"))
+
+
+def test_an_unknown_field_that_is_too_deep_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        DECODER.decode(b"\x92\x01" + body + msgpack.packb("more") + unknown)
+        DECODER.decode(_with_more(b"\x91" * 5000 + b"\xc0"))
+
+
+def _with_more(unknown: bytes) -> bytes:
+    body = b"\x83" + msgpack.packb("type") + msgpack.packb("GetPlan") + msgpack.packb("model") + msgpack.packb("m")
+    return b"\x92\x01" + body + msgpack.packb("more") + unknown
 
 
 def test_versions_differ_before_the_point_only() -> None:
     major = PROTOCOL_VERSION // 1000
     for minor in (0, 7, 999):
-        versions.check(1000 * major + minor, "node n1", "this coordinator")
+        check_version(1000 * major + minor, "node n1", "this coordinator")
     for theirs, said in ((1000 * major + 1000, f"{major + 1}\\.0"), (2, "2"), (0, "0"), (1 << 20, "1048\\.576")):
         with pytest.raises(ProtocolError, match=f"node n1 speaks protocol {said}, this coordinator {major}\\."):
-            versions.check(theirs, "node n1", "this coordinator")
+            check_version(theirs, "node n1", "this coordinator")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from refitd.plan import columns
-from refitd.plan.kept import Kept
 
 INTS = st.lists(st.integers(-(2**62), 2**62) | st.integers(0, 9), max_size=60)
 HASHES = st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 3), max_size=60)
@@ -35,22 +33,13 @@ def test_a_key_is_among_others_or_not(some: list[int], keys: list[int]) -> None:
     assert found.tolist() == [key in some for key in keys]
 
 
-def test_what_is_made_of_the_same_is_made_once() -> None:
-    kept, made = Kept[int](), iter(range(9))
-
-    def of(*parts: object) -> int:
-        return kept.made_of(parts, lambda: next(made))
-
-    one, other = object(), object()
-    assert of(np.array([1, 2]), one) == of(np.array([1, 2]), one) == 0
-    assert of(np.array([1, 3]), one) == 1
-    assert of(np.array([1, 3]), other) == 2
-    assert of(np.array([1, 3])) == 3
-    assert of(np.array([1, 2]), one) == 4, "only the last one is kept"
-
-    def fails() -> int:
-        raise MemoryError
-
-    with pytest.raises(MemoryError):
-        kept.made_of((other,), fails)
-    assert of(np.array([1, 2]), one) == 4
+def test_only_the_last_value_is_remembered_by_its_inputs() -> None:
+    memo, one, other = columns.Memo[int](), object(), object()
+    assert memo.of([np.array([1, 2]), one]) is None
+    assert memo.keep([np.array([1, 2]), one], 5) == 5
+    assert memo.of([np.array([1, 2]), one]) == 5
+    for inputs in ([np.array([1, 3]), one], [np.array([1, 2]), other], [np.array([1, 2])]):
+        assert memo.of(inputs) is None
+    memo.keep([other], 6)
+    assert memo.of([other]) == 6
+    assert memo.of([np.array([1, 2]), one]) is None

@@ -1,4 +1,4 @@
-"""Sources that hold the same elements in different cuts are compared before a swap: coordinator and daemon, apart."""
+"""Sources with equal elements in different shards are compared before a swap: coordinator and daemon separately."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from refitd.coordinator.state import NODE_SILENCE_S
 from refitd.daemon import actions as act
 from refitd.daemon.digest_work import ATTEMPTS
 from refitd.events import Tick
-from refitd.plan.regions import RegionTable
+from refitd.plan.table import RegionTable
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.codec import digest_of, pack
@@ -47,7 +47,7 @@ def fleet(config: Config | None = None) -> Fleet:
         add(h, f"src{rank}", rank, node, rows, world_size=3)
     add(h, "a", 0, "n0", 8)
     for rank, node in enumerate(("n0", "n1", "n1")):
-        h.say(node, cluster.ShardPublished(member=f"src{rank}", version=1))
+        h.say(node, local.Publish(member=f"src{rank}", version=1))
     return h
 
 
@@ -57,7 +57,7 @@ def asked(h: Fleet, timeout_s: float = 0.0) -> dict[str, cluster.DigestRegions]:
 
 
 def digests(request: cluster.DigestRegions, differs: str = "") -> cluster.RegionsDigested:
-    """What a node answers whose rows hold what their group says, but those of a differing node."""
+    """Return a node's answer: equal digests for rows of one group; a node that `differs` has other digests."""
     groups = RegionTable.from_wire(request.table).group
     return cluster.RegionsDigested(swap=request.swap, digests=(groups + 7 + len(differs)).astype("<u8").tobytes())
 
@@ -83,7 +83,7 @@ def test_what_was_equal_once_is_not_asked_again_until_a_rank_registers_anew() ->
     h.say("n0", local.AbortSwap(model="m", reason="x"), request=2)
     assert not asked(h)
     h.say("n0", local.AbortSwap(model="m", reason="x"), request=2)
-    h.say("n1", cluster.RemoveShard(member="src2", reason="left"))
+    h.say("n1", local.Deregister(member="src2", reason="left"))
     add(h, "src2b", 2, "n1", 4, world_size=3, versions=(1,), run="run1")
     assert asked(h)["n1"].members == ("src1", "src2b")
 
@@ -135,9 +135,9 @@ def test_whatever_ends_the_swap_meanwhile_ends_the_comparison(how: str) -> None:
         case "withdrawn":
             # whichever of them the plan reads
             said = [("n0", "src0"), ("n1", "src1"), ("n1", "src2")]
-            sent = [m for node, who in said for m in h.say(node, cluster.ShardWithdrawn(member=who, version=1))]
+            sent = [m for node, who in said for m in h.say(node, local.Withdraw(member=who, version=1))]
         case "left":
-            sent = h.say("n1", cluster.RemoveShard(member="src1", reason="left"))
+            sent = h.say("n1", local.Deregister(member="src1", reason="left"))
         case "lost":
             h.now += NODE_SILENCE_S + 1
             h.state.nodes["n0"].last_heard = h.now
@@ -164,26 +164,26 @@ class Reading(Harness):
     def __init__(self) -> None:
         super().__init__()
         registered = self.ask(SOURCE)
-        assert isinstance(registered, local.SourceRegistered)
+        assert isinstance(registered, local.Registered)
         self.source = registered.member
         assert self.publish(self.source, 1) == local.Done()
 
     def ask_regions(self, version: int = 1, swap: str = "s", tensor: str = FC1) -> Self:
         self.to_coordinator.clear()
         table = regions(tensor, (96, 48), [(0, 48), (48, 96)])
-        run = self.daemon.members[self.source].run
+        run = self.daemon.members[self.source].source.run
         message = cluster.DigestRegions(swap, version, run, (self.source,), (0,), (0,), table.to_wire(), 5.0)
         self.feed(act.CoordinatorSaid(0, message))
         return self
 
-    def taking(self) -> list[tuple[int, sidecar.TakeDigests]]:
-        found = [(worker, m) for worker, m in self.to_worker if isinstance(m, sidecar.TakeDigests)]
+    def taking(self) -> list[tuple[int, sidecar.ReadSpans]]:
+        found = [(worker, m) for worker, m in self.to_worker if isinstance(m, sidecar.ReadSpans)]
         self.to_worker.clear()
         return found
 
-    def give(self, worker: int, message: sidecar.TakeDigests) -> None:
+    def give(self, worker: int, message: sidecar.ReadSpans) -> None:
         taken = b"".join(bytes([span.first % 256]) * DIGEST_BYTES for span in message.spans)
-        self.feed(act.WorkerSaid(worker, sidecar.DigestsTaken(run=message.run, digests=taken)))
+        self.feed(act.WorkerSaid(worker, sidecar.SpansRead(run=message.run, digests=taken)))
 
     def answer(self) -> cluster.RegionsDigested | None:
         found = self.said(cluster.RegionsDigested)
@@ -191,15 +191,15 @@ class Reading(Harness):
         return found[0] if found and isinstance(found[0], cluster.RegionsDigested) else None
 
     def is_slot_free(self) -> bool:
-        """Whether both slots may be overwritten: nobody reads the first version's."""
-        return all(not slot.readers for slot in self.daemon.members[self.source].slots)
+        """Whether both slots may be overwritten because no reader is left."""
+        return all(not slot.readers for slot in self.daemon.members[self.source].source.slots)
 
 
 def test_workers_read_the_regions_and_the_node_answers_with_a_digest_of_each() -> None:
     h = Reading().ask_regions()
     assert not h.is_slot_free() and h.answer() is None
     for worker, message in h.taking():
-        assert {span.count for span in message.spans} and all(span.pid == 0 for span in message.spans)
+        assert {span.count for span in message.spans}
         h.give(worker, message)
     answer = h.answer()
     assert answer is not None and not answer.reason and len(answer.digests) == 2 * 8
@@ -215,10 +215,10 @@ def test_what_a_dead_worker_had_is_read_by_another_and_not_for_ever() -> None:
         assert h.answer() is None, attempt
         h.feed(act.WorkerDied(worker, "was killed"))
         if attempt < ATTEMPTS - 1:
-            h.feed(act.WorkerStarted(worker))  # which is no other death
+            h.feed(act.WorkerStarted(worker))  # not counted as another death
     answer = h.answer()
     assert answer is not None and f"died {ATTEMPTS} times" in answer.reason
-    h.give(worker, message)  # what the last one may still have said
+    h.give(worker, message)  # a late message of the last worker
     assert len(h.said(cluster.RegionsDigested)) == 1
 
 
@@ -239,7 +239,7 @@ def test_what_is_not_held_as_described_is_the_answer(how: str) -> None:
     elif how == "another tensor":
         h.ask_regions(tensor="no.such.tensor")
     elif how == "another run":
-        h.daemon.members[h.source].run = "r"
+        h.daemon.members[h.source].source.run = "r"
         table = regions(FC1, (96, 48), [(0, 48)]).to_wire()
         h.to_coordinator.clear()
         h.feed(act.CoordinatorSaid(0, cluster.DigestRegions("s", 1, "other", (h.source,), (0,), (0,), table, 5.0)))
@@ -265,7 +265,7 @@ def test_a_version_that_is_taken_back_meanwhile_is_not_said_to_be_compared() -> 
 def test_a_worker_that_cannot_read_is_quoted() -> None:
     h = Reading().ask_regions()
     ((worker, message),) = h.taking()
-    h.feed(act.WorkerSaid(worker, sidecar.DigestsTaken(run=message.run, reason="no such process")))
+    h.feed(act.WorkerSaid(worker, sidecar.SpansRead(run=message.run, reason="no such process")))
     answer = h.answer()
     assert answer is not None and "no such process" in answer.reason and "worker" in answer.reason
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from refitd.config import Config, default_runtime_dir, load
-from refitd.daemon.address import reachable_address
+from refitd.config import Config, EtcdPlace, default_runtime_dir, load
+from refitd.coordinator.main import run
+from refitd.daemon.coordinator import reachable_address
 from refitd.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -116,10 +117,6 @@ def test_slurm_example_refuses_to_start_without_commands():
     assert "TRAINER" in ended.stderr
 
 
-def test_no_file_means_defaults():
-    assert load(None, environ={}) == Config()
-
-
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -143,17 +140,14 @@ def test_mistake_is_named_with_the_file(write, text, named):
     assert str(path) in str(caught.value)
 
 
-def test_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"nothing\.toml: cannot be read: No such file"):
-        load(tmp_path / "nothing.toml", environ={})
-
-
 def test_environment_stands_above_the_file_and_a_flag_above_both(write):
-    path = write("[node]\nworkers = 3\nthreads_per_worker = 3\n[deadlines]\nplan_s = 3\n")
+    text = "[node]\nworkers = 3\nkeep_targets_s = 3\n[deadlines]\nplan_s = 3\n"
+    path = write(f'{text}[security]\nkey = "/a.key"\nserver_key = "/a.pub"\n')
     environ = {"REFITD_NODE__WORKERS": "4", "REFITD_DEADLINES__PLAN_S": "4.5", "HOME": "/"}
+    environ["REFITD_SECURITY__KEY"] = "/b.key"
     config = load(path, environ=environ, **{"node.workers": 5, "log.level": None})
-    assert (config.node.workers, config.deadlines.plan_s, config.node.threads_per_worker) == (5, 4.5, 3)
-    assert config.log.level == "info"
+    assert (config.node.workers, config.deadlines.plan_s, config.node.keep_targets_s) == (5, 4.5, 3)
+    assert (config.log.level, config.security.key, config.security.server_key) == ("info", "/b.key", "/a.pub")
 
 
 def test_environment_can_set_words_lists_and_models():
@@ -186,10 +180,6 @@ def test_a_variable_that_is_wrong_is_named_with_its_key(variable, text, said):
         load(None, environ={variable: text, "REFITD_NODE__NAME": "n0"})
 
 
-def test_variables_of_the_scripts_are_not_configuration():
-    assert load(None, environ={"REFITD_VENV": "/somewhere", "REFITD_RUNTIME_DIR": "/elsewhere"}) == Config()
-
-
 OVER_TCP = (
     "tcp://127.0.0.1:5555",
     "tcp://127.1.2.3:5555",
@@ -212,47 +202,50 @@ def test_no_tcp_endpoint_without_a_key_not_even_on_loopback(endpoint):
     assert with_key.uses_keys
 
 
-@pytest.mark.parametrize("key", ["server_key", "allowed"])
-def test_half_a_security_section_is_not_taken_for_none(key):
-    with pytest.raises(ConfigError, match=r"security\.key"):
-        load(None, environ={}, **{"coordinator.endpoint": "tcp://127.0.0.1:5555", f"security.{key}": "/k"})
-
-
-def test_ipc_never_uses_keys():
-    assert not load(None, environ={}, **{"security.key": "/k", "security.allowed": "/a"}).uses_keys
-
-
-@pytest.mark.parametrize("endpoint", ["udp://127.0.0.1:1", "127.0.0.1:5555", "inproc://x"])
-def test_endpoint_is_ipc_or_tcp(endpoint):
-    with pytest.raises(ConfigError, match="neither ipc://PATH nor tcp://HOST:PORT"):
-        load(None, environ={}, **{"coordinator.endpoint": endpoint, "security.key": "/k"})
-
-
 @pytest.mark.parametrize("text", ["5#" + "a" * 38, "plain" * 8, "{}[]()<>" * 5, "#" * 40, "1#2"])
 def test_key_in_the_environment_is_taken_as_it_is(text):
     assert load(None, environ={"REFITD_SECURITY__SERVER_KEY": text}).security.server_key == text
 
 
-def test_environment_stands_above_the_file_for_keys_as_well(write):
-    path = write('[security]\nkey = "/a.key"\nserver_key = "/a.pub"\n')
-    found = load(path, environ={"REFITD_SECURITY__KEY": "/b.key"}).security
-    assert (found.key, found.server_key) == ("/b.key", "/a.pub")
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        *(
+            ({"coordinator.endpoint": endpoint, "security.key": "/k"}, "neither ipc://PATH nor tcp://HOST:PORT")
+            for endpoint in ("udp://127.0.0.1:1", "127.0.0.1:5555", "inproc://x")
+        ),
+        *(
+            ({"coordinator.endpoint": f"tcp://{place}", "security.key": "/k"}, "is not tcp://HOST:PORT")
+            for place in ("head", "head:port", "head:0", "head:99999", "a b:1", "127.0.0.1:0;10.1.2.3:1")
+        ),
+        # half a security section is not taken for none
+        *(
+            ({"coordinator.endpoint": "tcp://127.0.0.1:5555", f"security.{key}": "/k"}, r"security\.key")
+            for key in ("server_key", "allowed")
+        ),
+    ],
+)
+def test_an_endpoint_that_is_none_or_lacks_its_key_is_refused(flags: dict[str, str], said: str):
+    with pytest.raises(ConfigError, match=said):
+        load(None, environ={}, **flags)
+
+
+@pytest.mark.parametrize("environ", [{}, {"REFITD_VENV": "/somewhere", "REFITD_RUNTIME_DIR": "/elsewhere"}])
+def test_without_a_file_and_variables_of_its_own_all_is_as_by_default(environ):
+    assert load(None, environ=environ) == Config()
+    assert not load(None, environ={}, **{"security.key": "/k", "security.allowed": "/a"}).uses_keys, "ipc needs none"
 
 
 @pytest.mark.parametrize(
-    "endpoint",
+    ("environ", "path"),
     [
-        "tcp://head",
-        "tcp://head:port",
-        "tcp://head:0",
-        "tcp://head:99999",
-        "tcp://a b:1",
-        "tcp://127.0.0.1:0;10.1.2.3:1",
+        ({"REFITD_RUNTIME_DIR": "/a", "XDG_RUNTIME_DIR": "/b"}, "/a"),
+        ({"XDG_RUNTIME_DIR": "/b"}, "/b/refitd"),
+        ({}, f"/tmp/refitd-{os.getuid()}"),
     ],
 )
-def test_a_tcp_endpoint_is_a_host_and_a_port(endpoint):
-    with pytest.raises(ConfigError, match=r"is not tcp://HOST:PORT"):
-        load(None, environ={}, **{"coordinator.endpoint": endpoint, "security.key": "k"})
+def test_default_runtime_dir_follows_the_environment(environ, path):
+    assert default_runtime_dir(environ) == Path(path)
 
 
 def test_a_coordinator_at_what_is_no_host_s_name_cannot_be_reached():
@@ -268,7 +261,83 @@ def test_runtime_dir_that_no_socket_path_can_hold_is_refused():
         load(None, environ={}, **{"node.runtime_dir": longest + "x"})
 
 
-def test_default_runtime_dir_follows_the_environment():
-    assert default_runtime_dir({"REFITD_RUNTIME_DIR": "/a", "XDG_RUNTIME_DIR": "/b"}) == Path("/a")
-    assert default_runtime_dir({"XDG_RUNTIME_DIR": "/b"}) == Path("/b/refitd")
-    assert default_runtime_dir({}) == Path(f"/tmp/refitd-{os.getuid()}")
+# --- Settings of several coordinators and of a journal in etcd. -----------------------------------------
+
+
+KEY = {"security.key": "/k"}
+
+
+def configured(**given: object) -> Config:
+    return load(None, environ={}, **{key.replace("__", "."): value for key, value in given.items()}, **KEY)
+
+
+@pytest.mark.parametrize(
+    ("text", "members", "prefix"),
+    [
+        ("etcd://127.0.0.1:2379", [("127.0.0.1", 2379)], "/refitd"),
+        ("etcd://localhost:2379/", [("localhost", 2379)], "/refitd"),
+        ("etcd://[::1]:1,127.0.0.1:2/a/b-c.d/", [("::1", 1), ("127.0.0.1", 2)], "/a/b-c.d"),
+        ("etcds://a:1,b.c:2,a:1/x", [("a", 1), ("b.c", 2)], "/x"),
+    ],
+)
+def test_a_journal_in_etcd_is_members_and_a_prefix(text: str, members: list[tuple[str, int]], prefix: str) -> None:
+    found = configured(coordinator__journal=text).journal_place
+    assert found == EtcdPlace(tuple(members), prefix, text.startswith("etcds"))
+    assert configured(coordinator__journal=str(found)).journal_place == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "etcd://",
+        "etcd://a",
+        "etcd://a:0",
+        "etcd://a:70000",
+        "etcd://a:1,",
+        "etcd://a:1/b c",
+        "etcd://a:1//b",
+        "etcd://a:1/b?c",
+        "etcd://user:pw@a:1/b",
+        "etcds://" + ",".join(f"h{i}:1" for i in range(17)),
+    ],
+)
+def test_another_form_is_refused_with_the_right_one(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not etcd://HOST:PORT,HOST:PORT/PREFIX"):
+        configured(coordinator__journal=text)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"coordinator__journal": "http://a:1"}, "neither a file's path nor etcd://"),
+        ({"coordinator__journal": "etcd://10.0.0.1:1"}, "without TLS: a host on the path could decide"),
+        ({"coordinator__journal": "etcd://127.0.0.1:1,far:1"}, "reaches far without TLS"),
+        ({"coordinator__journal": "etcd://127.0.0.1.evil:1"}, "without TLS"),
+        ({"coordinator__journal": "etcd://127.0.0.1:1", "etcd__ca": "/x"}, "are for TLS; write etcds://"),
+        ({"coordinator__journal": "etcds://a:1", "etcd__user": "u"}, "etcd.user needs etcd.password_file"),
+        ({"coordinator__journal": "etcds://a:1", "etcd__key": "/x"}, "etcd.key needs etcd.cert"),
+        ({"coordinator__endpoint": []}, "Expected `array` of length >= 1"),
+        ({"coordinator__endpoint": ["tcp://a:1", "tcp://a:1"]}, "lists it twice|which it lists twice"),
+        ({"coordinator__endpoint": ["tcp://a:1", "ipc:///x"]}, "all with tcp:// or all with ipc://"),
+        ({"coordinator__endpoint": ["tcp://a:1", "b"]}, "'b' is neither ipc://PATH nor tcp://"),
+    ],
+)
+def test_what_cannot_work_is_refused(given: dict[str, object], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        configured(**given)
+
+
+def test_daemons_list_coordinators_and_a_coordinator_does_not(tmp_path: Path) -> None:
+    both = ["tcp://a:1", "tcp://b:2"]
+    found = configured(coordinator__endpoint=both, node__runtime_dir=str(tmp_path))
+    assert found.coordinator_endpoints == tuple(both) and found.coordinator_endpoint == "tcp://a:1, tcp://b:2"
+    assert load(None, {"REFITD_COORDINATOR__ENDPOINT": str(both)}, **KEY).coordinator_endpoints == tuple(both)
+    with pytest.raises(ConfigError, match="a coordinator listens at one endpoint, its own; the list is for daemons"):
+        run(found)
+
+
+def test_a_standalone_daemon_keeps_its_journal_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("refitd.coordinator.main.die_with_parent", lambda: None)
+    found = configured(coordinator__journal="etcd://127.0.0.1:1", node__runtime_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match="leave --standalone out and run `refitd coordinator`"):
+        run(found, with_parent=True)

@@ -1,11 +1,12 @@
-"""Swaps between nodes in the coordinator: epochs, and what is said during them."""
+"""Swaps between nodes in the coordinator: epochs and their messages."""
 
 from __future__ import annotations
 
 import pytest
 
 from refitd import ParameterMetadata
-from refitd.protocol import cluster, local
+from refitd.daemon.plans import KeptParts, Missing
+from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.codec import digest_of, pack
 from refitd.protocol.shards import shard_of
 from tests.support.coordinator_harness import Harness, kinds, reports
@@ -17,7 +18,7 @@ def two_nodes() -> tuple[Harness, cluster.LoadPlan]:
     h.join("n1", pid=11, workers=(4, 5))
     h.add("src")
     h.add("a", node="n1")
-    h.say("n0", cluster.ShardPublished(member="src", version=1))
+    h.say("n0", local.Publish(member="src", version=1))
     h.say("n0", local.StartSwap("m"), request=2)
     loads = {node: message for node, _, message in h.sent if isinstance(message, cluster.LoadPlan)}
     assert set(loads) == {"n0", "n1"}
@@ -34,9 +35,10 @@ def loaded(h: Harness, plan: cluster.LoadPlan) -> list[object]:
 def test_rows_between_nodes_make_an_epoch_of_as_many_lanes_as_the_smaller_node_has_workers() -> None:
     h, plan = two_nodes()
     assert plan.epoch is not None
-    assert (plan.epoch.nodes, plan.epoch.lanes, plan.epoch.service) == (("n0", "n1"), 2, "gloo")
-    assert plan.table["rows"] == 0 and plan.crossing["rows"] == 1
-    assert dict(zip(plan.ranks, plan.crossing_nodes, strict=True)) == {0: 0, 1: 1}
+    assert (h.shares.open(plan).nodes, plan.epoch.lanes, plan.epoch.service) == (("n0", "n1"), 2, "gloo")
+    found = KeptParts().tables(plan)
+    assert not isinstance(found, Missing) and (len(found.table), len(found.crossing)) == (0, 1)
+    assert found.position == {0: 0, 1: 1}
     assert kinds(loaded(h, plan)) == ["Stage", "Stage"]
 
 
@@ -44,34 +46,26 @@ def test_what_a_worker_leaves_reaches_the_other_nodes_of_its_epoch_only() -> Non
     h, plan = two_nodes()
     h.join("n2", pid=12)
     assert plan.epoch is not None
-    left = cluster.EpochPut(epoch=plan.epoch.id, lane=1, key="k", value=b"v")
+    left = sidecar.LaneValue(epoch=plan.epoch.id, lane=1, key="k", value=b"v")
     h.say("n0", left)
-    assert h.sent == [("n1", 0, cluster.EpochValue(epoch=plan.epoch.id, lane=1, key="k", value=b"v"))]
+    assert h.sent == [("n1", 0, sidecar.LaneValue(epoch=plan.epoch.id, lane=1, key="k", value=b"v"))]
     assert h.say("n2", left) == []
-    assert h.say("n0", cluster.EpochPut(epoch=plan.epoch.id, lane=2, key="k", value=b"v")) == []
-    assert h.say("n0", cluster.EpochPut(epoch="another", lane=0, key="k", value=b"v")) == []
-
-
-def test_a_source_node_takes_part_until_everything_is_staged() -> None:
-    h, plan = two_nodes()
-    stage = next(m for m in loaded(h, plan) if isinstance(m, cluster.Stage))
-    assert kinds(h.say("n1", cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))) == []
-    done = h.say("n0", cluster.StageDone(swap=stage.swap, copies=0, bytes=0, seconds=0.1))
-    assert kinds(done) == ["EndSwap", "CommitStaged"]
+    assert h.say("n0", sidecar.LaneValue(epoch=plan.epoch.id, lane=2, key="k", value=b"v")) == []
+    assert h.say("n0", sidecar.LaneValue(epoch="another", lane=0, key="k", value=b"v")) == []
 
 
 def test_words_that_others_cross_on_their_way_are_not_refused() -> None:
     h, plan = two_nodes()
     assert plan.epoch is not None
     stage = next(m for m in loaded(h, plan) if isinstance(m, cluster.Stage))
-    loaded(h, plan)  # two answers to two swaps that asked for the same plan
+    loaded(h, plan)  # two answers to two swaps with one plan
     for node in ("n0", "n1"):
         h.say(node, cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))
-    h.say("n0", cluster.ShardWithdrawn(member="src", version=1))
-    h.say("n0", cluster.StageFailed(swap=stage.swap, where="src", reason="version 1 was taken back"))
-    h.say("n1", cluster.EpochLost(plan=plan.plan, epoch=plan.epoch.id, where="worker 1", reason="was killed"))
+    h.say("n0", local.Withdraw(member="src", version=1))
+    h.say("n0", cluster.StageDone(swap=stage.swap, where="src", reason="version 1 was taken back"))
+    h.say("n1", cluster.PlanLoaded(plan=plan.plan, epoch=plan.epoch.id, where="worker 1", reason="was killed"))
     h.say("n0", local.Evict(model="m", replica="a"), request=9)
-    h.say("n1", cluster.MemberCommitted(swap=stage.swap, member="a", paused_s=0.1))
+    h.say("n1", local.CommitDone(swap=stage.swap, member="a", paused_s=0.1))
     assert not h.illegal
     assert h.journal[stage.swap].state == "incomplete"
 
@@ -80,7 +74,7 @@ def test_a_lost_epoch_aborts_the_swap_that_uses_it_and_the_next_gets_a_new_one()
     h, plan = two_nodes()
     loaded(h, plan)
     assert plan.epoch is not None
-    lost = cluster.EpochLost(plan=plan.plan, epoch=plan.epoch.id, where="worker 1 on node n1", reason="was killed")
+    lost = cluster.PlanLoaded(plan=plan.plan, epoch=plan.epoch.id, where="worker 1 on node n1", reason="was killed")
     ended = h.say("n1", lost)
     (report,) = reports(ended)
     assert report.reason == "worker 1 on node n1: was killed" and report.phase == "stage"
@@ -88,15 +82,25 @@ def test_a_lost_epoch_aborts_the_swap_that_uses_it_and_the_next_gets_a_new_one()
     again = [m for m in h.say("n0", local.StartSwap("m"), request=3) if isinstance(m, cluster.LoadPlan)]
     assert len(again) == 2
     assert again[0].epoch is not None and again[0].epoch.id != plan.epoch.id
-    # an echo of the old epoch changes nothing
+    # late messages of the old epoch are ignored
     assert kinds(h.say("n0", lost)) == []
     assert kinds(h.say("n0", cluster.PlanLoaded(plan=plan.plan, epoch=plan.epoch.id))) == []
+
+
+def test_an_aborted_swap_ends_its_epoch_and_the_next_gets_a_new_one() -> None:
+    """Workers that were still copying are replaced, and a worker is in an epoch only once."""
+    h, plan = two_nodes()
+    stage = next(m for m in loaded(h, plan) if isinstance(m, cluster.Stage))
+    ended = h.say("n1", cluster.StageDone(swap=stage.swap, where="worker 4", reason="was killed"))
+    assert kinds(ended).count("DropPlan") == 2
+    again = [m for m in h.say("n0", local.StartSwap("m"), request=3) if isinstance(m, cluster.LoadPlan)]
+    assert plan.epoch is not None and again[0].epoch is not None and again[0].epoch.id != plan.epoch.id
 
 
 def test_a_node_that_cannot_use_the_plan_ends_the_swap_with_its_words() -> None:
     h, plan = two_nodes()
     assert plan.epoch is not None
-    refused = cluster.PlanRefused(plan=plan.plan, epoch=plan.epoch.id, where="worker 0 on node n1", reason="no route")
+    refused = cluster.PlanLoaded(plan=plan.plan, epoch=plan.epoch.id, where="worker 0 on node n1", reason="no route")
     (report,) = reports(h.say("n1", refused))
     assert (report.phase, report.reason) == ("plan", "worker 0 on node n1: no route")
 
@@ -112,7 +116,7 @@ def test_a_node_that_only_copies_between_its_own_ranks_needs_no_epoch(refuses: b
         for member, node, replica in ((f"src{stage}", source_node, ""), (f"a{stage}", target_node, "a")):
             h.say(node, cluster.DescribeShard(digest=digest_of(shard), packed=pack(shard)))
             h.add(member, node, digest=digest_of(shard), rank=stage, world_size=2, replica=replica)
-        h.say(source_node, cluster.ShardPublished(member=f"src{stage}", version=1))
+        h.say(source_node, local.Publish(member=f"src{stage}", version=1))
     h.say("n0", local.StartSwap("m"), request=2)
     loads = {node: message for node, _, message in h.sent if isinstance(message, cluster.LoadPlan)}
     assert {node: load.epoch is not None for node, load in loads.items()} == {"n0": True, "n1": True, "n2": False}
@@ -121,7 +125,7 @@ def test_a_node_that_only_copies_between_its_own_ranks_needs_no_epoch(refuses: b
         assert epoch is not None
         assert kinds(h.say(node, cluster.PlanLoaded(plan=loads[node].plan, epoch=epoch.id))) == []
     if refuses:
-        refused = cluster.PlanRefused(plan=loads["n2"].plan, epoch="", where="node n2", reason="no memory")
+        refused = cluster.PlanLoaded(plan=loads["n2"].plan, epoch="", where="node n2", reason="no memory")
         (report,) = reports(h.say("n2", refused))
         assert (report.phase, report.reason) == ("plan", "node n2: no memory")
         return
@@ -129,29 +133,29 @@ def test_a_node_that_only_copies_between_its_own_ranks_needs_no_epoch(refuses: b
 
 
 def test_a_catch_up_that_gives_way_ends_once_its_epoch_is_formed() -> None:
-    """A worker that is joining its peers cannot be called back: it would be missing in the swap that was asked for."""
+    """A worker that is joining its peers cannot stop, so it would be missing in the requested swap."""
     h, plan = two_nodes()
     stage = next(m for m in loaded(h, plan) if isinstance(m, cluster.Stage))
     h.say("n0", cluster.StageDone(swap=stage.swap, copies=0, bytes=0, seconds=0.1))
     h.say("n1", cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))
-    h.say("n1", cluster.MemberCommitted(swap=stage.swap, member="a", paused_s=0.0))
+    h.say("n1", local.CommitDone(swap=stage.swap, member="a", paused_s=0.0))
     h.join("n2", pid=12, workers=(6, 7))
     h.add("b", node="n2")
     (catch_up,) = {m.plan: m for _, _, m in h.sent if isinstance(m, cluster.LoadPlan)}.values()
-    assert catch_up.epoch is not None and "n2" in catch_up.epoch.nodes
-    h.say("n0", cluster.ShardPublished(member="src", version=2))
+    assert catch_up.epoch is not None and "n2" in h.shares.open(catch_up).nodes
+    h.say("n0", local.Publish(member="src", version=2))
     assert h.say("n0", local.StartSwap("m"), request=9) == []
-    *first, last = catch_up.epoch.nodes
+    *first, last = h.shares.open(catch_up).nodes
     for node in first:
         assert h.say(node, cluster.PlanLoaded(plan=catch_up.plan, epoch=catch_up.epoch.id)) == []
     ended = h.say(last, cluster.PlanLoaded(plan=catch_up.plan, epoch=catch_up.epoch.id))
     assert "Abort" in kinds(ended) and "Stage" not in kinds(ended)
     (asked,) = {m.plan: m for m in ended if isinstance(m, cluster.LoadPlan)}.values()
-    assert asked.epoch is not None and set(asked.epoch.nodes) == {"n0", "n1", "n2"}
+    assert set(h.shares.open(asked).nodes) == {"n0", "n1", "n2"}
 
 
 def test_an_aborted_swap_ends_the_epoch_of_the_plan_that_is_kept_for_the_next_one() -> None:
-    """Workers that still copied are replaced: they are in the epochs of both plans."""
+    """Workers that were still copying are replaced, because they are in the epochs of both plans."""
     h = Harness()
     for number, node in enumerate(("n0", "n1", "n2")):
         h.join(node, pid=10 + number, workers=(number,))
@@ -160,7 +164,7 @@ def test_an_aborted_swap_ends_the_epoch_of_the_plan_that_is_kept_for_the_next_on
     h.add("b", node="n2")
 
     def load() -> tuple[cluster.LoadPlan, str]:
-        """Have all nodes load the plan that was sent last; return it and the swap that then stages."""
+        """Let all nodes load the last plan; return it and the swap that stages next."""
         loads = {node: message for node, _, message in h.sent if isinstance(message, cluster.LoadPlan)}
         staging: list[object] = []
         for node, plan in loads.items():
@@ -169,21 +173,21 @@ def test_an_aborted_swap_ends_the_epoch_of_the_plan_that_is_kept_for_the_next_on
         return plan, next(m.swap for m in staging if isinstance(m, cluster.Stage))
 
     def swap(version: int, **at: str) -> cluster.LoadPlan:
-        h.say("n0", cluster.ShardPublished(member="src", version=version))
+        h.say("n0", local.Publish(member="src", version=version))
         h.say("n0", local.StartSwap("m"), request=9)
         plan, running = load()
         for node in ("n0", *at.values()):
             h.say(node, cluster.StageDone(swap=running, copies=1, bytes=32, seconds=0.1))
         for member, node in at.items():
-            h.say(node, cluster.MemberCommitted(swap=running, member=member, paused_s=0.0))
+            h.say(node, local.CommitDone(swap=running, member=member, paused_s=0.0))
         return plan
 
     whole = swap(1, a="n1", b="n2")
-    h.say("n2", cluster.MemberSuspended(member="b", suspended=True), request=5)
+    h.say("n2", local.Suspend(member="b", suspended=True), request=5)
     swap(2, a="n1")
-    h.say("n2", cluster.MemberSuspended(member="b", suspended=False), request=5)
+    h.say("n2", local.Suspend(member="b", suspended=False), request=5)
     catch_up, _ = load()
-    h.say("n0", cluster.ShardPublished(member="src", version=3))
+    h.say("n0", local.Publish(member="src", version=3))
     asked = h.say("n0", local.StartSwap("m"), request=9)
     assert "Abort" in kinds(asked) and "Stage" not in kinds(asked)
     (again,) = {m.plan: m for m in asked if isinstance(m, cluster.LoadPlan)}.values()

@@ -1,16 +1,19 @@
-"""The nodes of a coordinator: who is lost, who is refused, and what they say of their targets."""
+"""The nodes of a coordinator: lost, refused and drained ones, and their reports."""
 
 from __future__ import annotations
 
 import msgspec
 
+from refitd.config import Config
 from refitd.coordinator import actions as act
+from refitd.coordinator.metrics import figures
 from refitd.coordinator.state import NODE_SILENCE_S
+from refitd.errors import CommitError
 from refitd.events import Busy, Tick
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION
-from refitd.protocol.reports import NodeStatus, StatusReport
-from tests.support.coordinator_harness import Harness, kinds, reports
+from refitd.protocol.reports import DrainReport, NodeStatus, ReplicaName, StatusReport
+from tests.support.coordinator_harness import Harness, commit, kinds, reports
 
 
 def test_a_silent_node_is_lost_and_its_members_with_it() -> None:
@@ -19,7 +22,7 @@ def test_a_silent_node_is_lost_and_its_members_with_it() -> None:
     h.now = NODE_SILENCE_S + 1
     h.tick()
     assert not h.state.nodes and not h.state.models
-    # the node comes back: it is asked to introduce itself
+    # the node sends again: it is asked to introduce itself
     (failure,) = h.say("n0", local.GetStatus(), request=1)
     assert isinstance(failure, local.Failure) and failure.code == "unknown-node"
 
@@ -29,7 +32,7 @@ def test_a_daemon_that_has_introduced_itself_several_times_before_it_was_answere
     logged: list[str] = []
     handle = h.state.handle
 
-    def watched(event: act.Event, now: float) -> list[act.Instruction]:
+    def watched(event: act.Event, now: float, wall: float = 0.0) -> list[act.Instruction]:
         found = handle(event, now)
         logged.extend(i.event for i in found if isinstance(i, act.Log))
         return found
@@ -39,7 +42,7 @@ def test_a_daemon_that_has_introduced_itself_several_times_before_it_was_answere
     h.join()
     assert "node-lost" not in logged
     h.add("src")
-    h.join()  # now it has somebody registered, and has forgotten that
+    h.join()  # the node had a member, and introduces itself without it
     assert "node-again" in logged and "node-lost" not in logged and not h.state.models
 
 
@@ -48,8 +51,8 @@ def test_a_node_that_is_no_part_of_a_swap_is_refused_and_the_log_has_the_swaps_l
     swap = h.until_staging()
     for message in (
         cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1),
-        cluster.StageFailed(swap=swap, where="w", reason="r"),
-        cluster.MemberQuiet(swap=swap, member="nobody"),
+        cluster.StageDone(swap=swap, where="w", reason="r"),
+        local.CommitFailed(swap=swap, member="nobody", reason="r"),
     ):
         assert kinds(h.say("n9", message)) == []
     assert [("no node" in str(r), "NodeLoaded(node='n0') -> stage" in str(r)) for r in h.illegal] == [
@@ -59,7 +62,7 @@ def test_a_node_that_is_no_part_of_a_swap_is_refused_and_the_log_has_the_swaps_l
     ]
     done = cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1)
     assert kinds(h.say("n0", done)) == ["EndSwap", "CommitStaged"]
-    (report,) = reports(h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.1)))
+    (report,) = reports(h.say("n0", local.CommitDone(swap=swap, member="a", paused_s=0.1)))
     assert "CommitReported" in report.events[-1]
 
 
@@ -93,28 +96,203 @@ def test_a_node_name_in_use_is_refused_and_a_restarted_daemon_is_not() -> None:
 def test_a_node_that_says_goodbye_frees_its_name_at_once_and_aborts_its_swap_by_name() -> None:
     h = Harness().ready()
     swap = h.until_staging()
-    (report,) = reports(h.say("n0", cluster.NodeLeaves()))
+    (report,) = reports(h.say("n0", local.Goodbye()))
     assert report.swap == swap and "node n0: its daemon was stopped" in report.reason
     assert not h.state.nodes and not h.state.models
     status = NodeStatus(node="n0", host="h", pid=99, workers=(), clients=0, arenas=0, arena_bytes=0)
     (welcome,) = h.say("another", cluster.NodeHello(protocol=PROTOCOL_VERSION, status=status))
     assert isinstance(welcome, cluster.NodeWelcome)
-    (unknown,) = h.say("n0", cluster.NodeLeaves())  # said twice
+    (unknown,) = h.say("n0", local.Goodbye())  # said twice
     assert isinstance(unknown, local.Failure) and unknown.code == "unknown-node"
     assert h.state.nodes["n0"].status.pid == 99
 
 
 def test_a_coordinator_that_was_busy_calls_nobody_silent_for_it() -> None:
     h = Harness().ready()
-    h.now = 30.0  # nothing was heard for so long, because it did not listen
+    h.now = 30.0  # the coordinator received no message for 30 s because it was busy
     h.feed(Busy(29.0))
     h.feed(Tick())
     assert list(h.state.nodes) == ["n0"]
     h.join("n0")
-    h.feed(Busy(29.0))  # it has been heard since, and has no more time than anybody for that
+    h.feed(Busy(29.0))  # the node was heard after the busy time, so it gets no extra time
     h.now = 30.0 + NODE_SILENCE_S - 1
     h.feed(Tick())
     assert h.state.nodes
     h.now = 30.0 + NODE_SILENCE_S + 1
     h.feed(Tick())
     assert not h.state.nodes
+
+
+# --- Drained nodes, without sockets: swaps exclude them or are refused, and drains outlive a coordinator.
+
+
+def two_nodes(h: Harness | None = None) -> Harness:
+    """One source and replica a on n0, replica b on n1; version 1 is published."""
+    h = (h or Harness()).join("n0").join("n1", pid=11)
+    h.add("src")
+    h.add("a")
+    h.add("b", node="n1", pid=6)
+    h.say("n0", local.Publish(member="src", version=1), request=4)
+    return h
+
+
+def drain(h: Harness, node: str = "n1", via: str = "n0") -> DrainReport | local.Failure:
+    (answer,) = [
+        m for m in h.say(via, local.DrainNode(node=node), request=7) if isinstance(m, DrainReport | local.Failure)
+    ]
+    return answer
+
+
+def resume(h: Harness, node: str = "n1") -> DrainReport | local.Failure:
+    sent = h.say("n0", local.DrainNode(node=node, drained=False), request=7)
+    (answer,) = [m for m in sent if isinstance(m, DrainReport | local.Failure)]
+    return answer
+
+
+def status(h: Harness) -> StatusReport:
+    (found,) = [m for m in h.say("n0", local.GetStatus(), request=8) if isinstance(m, StatusReport)]
+    return found
+
+
+def swapped(h: Harness, version: int, *members: str) -> str:
+    """Swap to this version with these members, all on n0; return the swap's id."""
+    h.say("n0", local.Publish(member="src", version=version), request=4)
+    swap = h.until_staging()
+    (report,) = reports(commit(h, swap, *members))
+    assert (report.version, report.outcome) == (version, "committed")
+    return swap
+
+
+def test_a_drained_nodes_replicas_are_left_out_fenced_by_the_next_decision_and_caught_up_on_resume():
+    h = two_nodes()
+    answer = drain(h)
+    assert isinstance(answer, DrainReport)
+    assert (answer.changed, answer.replicas, answer.stranded, answer.sources, answer.running) == (
+        True,
+        (ReplicaName("m", "b"),),
+        (),
+        (),
+        (),
+    )
+    swap = h.until_staging()
+    sent = h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    assert [m.swap for m in sent if isinstance(m, cluster.CommitStaged)] == [swap]
+    (report,) = reports(h.say("n0", local.CommitDone(swap=swap, member="a", paused_s=0.0)))
+    assert (report.drained, [m.replica for m in report.members]) == (("b",), ["a"])
+    found = status(h)
+    assert found.drained == ("n1",)
+    assert [(t.replica, t.is_drained) for t in found.models[0].targets] == [("a", False), ("b", True)]
+    answer = resume(h)
+    assert isinstance(answer, DrainReport) and answer.replicas == (ReplicaName("m", "b"),)
+    assert any(isinstance(m, cluster.LoadPlan) for _, _, m in h.sent), "it is caught up at once"
+    assert status(h).drained == ()
+
+
+def test_a_running_swap_goes_on_and_is_named():
+    h = two_nodes()
+    asked = h.say("n0", local.StartSwap("m"), request=9)
+    assert any(isinstance(m, cluster.LoadPlan) for m in asked)
+    answer = drain(h)
+    assert isinstance(answer, DrainReport)
+    assert [(s.model, s.version) for s in answer.running] == [("m", 1)]
+    assert status(h).models[0].swap is not None
+    again = drain(h)
+    assert isinstance(again, DrainReport) and not again.changed and again.running == answer.running
+
+
+def test_a_source_cannot_be_left_out_so_swaps_that_read_it_are_refused():
+    h = two_nodes()
+    answer = drain(h, "n0", via="n1")
+    assert isinstance(answer, DrainReport)
+    assert ([s.rank for s in answer.sources], answer.replicas) == ([0], (ReplicaName("m", "a"),))
+    (refused,) = h.say("n1", local.StartSwap("m"), request=9)
+    assert isinstance(refused, local.Failure)
+    assert "source rank 0 (node n0, host h, pid 5) is on drained node 'n0'" in refused.message
+    assert "refitctl resume n0" in refused.message
+    assert h.say("n0", local.Publish(member="src", version=2), request=4) == [local.Done()], "it may publish"
+
+
+def test_drains_without_a_trainer_still_seed_nobody_and_are_seeded_by_nobody():
+    h = two_nodes()
+    drain(h)
+    swap = h.until_staging()
+    h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    h.say("n0", local.CommitDone(swap=swap, member="a", paused_s=0.0, seeds=True))
+    sent = h.add("c", node="n1", pid=8)
+    assert kinds(sent) == ["Done"], "who joins on a drained node waits for its resume"
+    assert [m.replica for m in reports(sent)] == []
+    drain(h, "n0")
+    resume(h)
+    assert not [m for _, _, m in h.sent if isinstance(m, cluster.LoadPlan)], "a and the source are on n0"
+
+
+def test_unknown_names_and_needless_calls_are_told_apart():
+    h = two_nodes()
+    wrong = drain(h, "n7")
+    assert isinstance(wrong, local.Failure) and "no node 'n7' is connected; connected nodes: n0, n1" in wrong.message
+    assert resume(h) == DrainReport(node="n1", changed=False)
+    drain(h)
+    wrong = resume(h, "n7")
+    assert isinstance(wrong, local.Failure) and "drained nodes: n1" in wrong.message
+
+
+def test_a_replica_whose_rank_was_on_a_drained_node_stays_left_out_while_that_rank_is_gone():
+    h = Harness().join("n0").join("n1", pid=11)
+    h.add("src")
+    h.add("a")
+    h.add("w0", replica="wide", world_size=2)
+    h.add("w1", node="n1", pid=6, replica="wide", rank=1, world_size=2)
+    h.say("n0", local.Publish(member="src", version=1), request=4)
+    answer = drain(h)
+    assert isinstance(answer, DrainReport) and answer.replicas == (ReplicaName("m", "wide"),)
+    h.say("n1", local.Deregister(member="w1", reason="stopped"))
+    swapped(h, 1, "a")
+    # also for the next coordinator
+    later = Harness(journal=h.journal, drained=h.drained).join("n0")
+    later.add("src", run="run1", versions=(1,), newest=1)
+    later.add("a", version=1, run="run1")
+    later.add("w0", replica="wide", world_size=2)
+    assert swapped(later, 2, "a")
+    # on another node it takes part again
+    later.join("n2", pid=12)
+    later.add("w1", node="n2", pid=7, replica="wide", rank=1, world_size=2)
+    assert [t.is_drained for t in status(later).models[0].targets] == [False] * 3
+
+
+def test_a_replica_whose_controller_is_on_a_drained_node_is_left_out():
+    h = two_nodes()
+    h.add("c", replica="driven", controlled=True)
+    h.say("n1", local.RegisterController(member="ctl", model="m", replica="driven", pid=9), request=5)
+    answer = drain(h)
+    assert isinstance(answer, DrainReport) and [r.replica for r in answer.replicas] == ["b", "driven"]
+    h.say("n1", local.Deregister(member="ctl", reason="stopped"))
+    assert [t.replica for t in status(h).models[0].targets if t.is_drained] == ["b", "driven"]
+    swapped(h, 1, "a")
+
+
+def test_what_the_journal_cannot_write_is_not_drained():
+    h = two_nodes()
+    h.journal_error = CommitError("disk full")
+    assert [m for m in h.say("n0", local.DrainNode(node="n1"), request=7) if isinstance(m, DrainReport)] == []
+    assert status(h).drained == ()
+
+
+def test_metrics_count_drained_ranks_apart_and_show_no_lag_of_theirs():
+    h = two_nodes()
+    drain(h)
+    found = figures(h.state, {})
+    assert found.drained == 1
+    assert found.models["m"].members[("target", "drained")] == 1
+    assert list(found.models["m"].replicas) == ["a"]
+
+
+def test_an_automatic_swap_waits_in_silence_for_a_drained_source():
+    h = Harness(Config()).join("n0").join("n1", pid=11)
+    h.add("src")
+    h.add("b", node="n1", pid=6)
+    drain(h, "n0")
+    h.state.models["m"].membership.auto_swap = True
+    sent = h.say("n0", local.Publish(member="src", version=1), request=4)
+    assert sent == [local.Done()]
+    resume(h, "n0")
+    assert any(isinstance(m, cluster.LoadPlan) for _, _, m in h.sent)

@@ -1,4 +1,4 @@
-"""A daemon with several coordinators follows the one that answers, and hears no other."""
+"""A daemon with several coordinators follows the first one that answers and ignores the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from refitd.daemon.coordinator_sockets import CoordinatorSockets
+from refitd.daemon.coordinator import CoordinatorSockets
 from refitd.protocol.channel import Received, Router
 from refitd.protocol.codec import request_of
 from refitd.protocol.local import Done
@@ -28,7 +28,7 @@ def test_the_coordinator_that_answers_is_followed_until_it_is_silent(
 ) -> None:
     paths = [f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/b"]
     sockets = CoordinatorSockets(contexts[0], paths, None)
-    assert not sockets.queues and not sockets.send(1, Done())  # nobody is there, and nothing waits for somebody
+    assert not sockets.queues and not sockets.send(1, Done())  # no coordinator listens, so no message is queued
     a, b = (Router(context, path) for context, path in zip(contexts[1:], paths, strict=True))
 
     def heard_by(router: Router, request: int = 1) -> bytes:

@@ -1,4 +1,4 @@
-"""Verification in the coordinator: who is asked, and what is answered."""
+"""Verification in the coordinator: the nodes that it asks, and its answers."""
 
 from __future__ import annotations
 

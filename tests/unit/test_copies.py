@@ -1,4 +1,4 @@
-"""Addressed copies: right places, cut and shared out evenly, never outside an arena."""
+"""Addressed copies: correct addresses, no access outside an arena."""
 
 from __future__ import annotations
 
@@ -15,30 +15,24 @@ from refitd.addressing.copies import (
     constant_bytes,
     cut,
     fill_copies,
-    joined,
 )
-from refitd.addressing.places import PROCESS_MEMORY, LocalTensor
+from refitd.addressing.places import LocalTensor
 from refitd.buffers import arena as memory
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.layout import extent, packed_offsets, row_major_strides
-from refitd.copy_services.base import DigestMismatch
-from refitd.copy_services.conversions import converted
+from refitd.copy_services import DigestMismatch
 from refitd.copy_services.shm import CHUNK_BYTES, SharedMemoryService
-from refitd.describe.casts import CASTS
-from refitd.describe.fused import without_padding
+from refitd.describe.casts import CASTS, converted
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import ArenaError, TransportError
 from refitd.plan.build import plan_copies
+from tests.support.arenas import arena_of
 from tests.support.places import by_rank, copies_of
 
 
 @pytest.fixture
 def arenas():
-    found = {}
-    for number in (1, 2):
-        fd = memory.create(8 << 20, "test")
-        found[number] = MappedArena(fd, 8 << 20, write=True)
-        os.close(fd)
+    found = {number: arena_of(8 << 20) for number in (1, 2)}
     found[1].bytes[:] = np.random.default_rng(0).integers(0, 256, 8 << 20, dtype=np.uint8)
     return found
 
@@ -52,7 +46,6 @@ def view(arena: MappedArena, tensor: LocalTensor, es: int) -> np.ndarray:
     return np.ndarray(tensor.shape, dtype, arena.bytes.data, tensor.offset, tensor.strides)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("es", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("shape", "src_strides", "dst_strides"),
@@ -67,113 +60,67 @@ def view(arena: MappedArena, tensor: LocalTensor, es: int) -> np.ndarray:
         ((700, 300), (1, 700), (300, 1)),
     ],
 )
-def test_every_stride_arrives_and_nothing_else_changes(arenas, threads, es, shape, src_strides, dst_strides) -> None:
+def test_every_stride_arrives_and_nothing_else_changes(arenas, es, shape, src_strides, dst_strides) -> None:
     src = LocalTensor(1, 64, shape, tuple(s * es for s in src_strides))
     dst = LocalTensor(2, 192, shape, tuple(s * es for s in dst_strides))
     expected = arenas[2].bytes.copy()
     np.ndarray(shape, f"V{es}", expected.data, 192, dst.strides)[...] = np.ndarray(
         shape, f"V{es}", arenas[1].bytes.data, 64, src.strides
     )
-    job = SharedMemoryService(threads).prepare(copies_of([(src, dst, es)]), arenas)
+    job = SharedMemoryService().prepare(copies_of([(src, dst, es)]), arenas)
     result = job.run(verify=True, on_progress=lambda done: None)
     assert result.bytes == int(np.prod(shape)) * es
     assert np.array_equal(arenas[2].bytes, expected)
 
 
-def test_progress_ends_at_the_bytes_moved(arenas) -> None:
-    pairs = [(contiguous(1, i << 20, (1 << 19,)), contiguous(2, i << 20, (1 << 19,)), 2) for i in range(8)]
-    for threads in (1, 3):
-        seen: list[int] = []
-        SharedMemoryService(threads).prepare(copies_of(pairs), arenas).run(verify=True, on_progress=seen.append)
-        assert max(seen) == 8 << 20
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_destination_that_is_not_what_was_read_is_found_and_named(arenas, threads, monkeypatch) -> None:
-    pairs = [(contiguous(1, 0, (1000,)), contiguous(2, 0, (1000,)), 2)]
-    job = SharedMemoryService(threads).prepare(copies_of(pairs), arenas)
-    original = np.copyto
-
-    def corrupting(dst, src):
-        original(dst, src)
-        dst.reshape(-1)[-1] ^= 1
-
-    monkeypatch.setattr(np, "copyto", corrupting)  # a copy that writes one wrong bit
-    with pytest.raises(DigestMismatch, match="2000 bytes differ") as failure:
-        job.run(verify=True, on_progress=lambda done: None)
-    assert failure.value.copy == 0
-
-
+@pytest.mark.parametrize("pair", CASTS.values())
 @pytest.mark.parametrize(
-    "bad", [contiguous(2, (8 << 20) - 10, (10,)), contiguous(3, 0, (10,)), contiguous(2, -2, (10,))]
-)
-def test_a_copy_that_would_leave_its_arena_is_refused_before_it_runs(arenas, bad) -> None:
-    for pair in ((contiguous(1, 0, (10,)), bad, 2), (bad, contiguous(2, 0, (10,)), 2)):
-        with pytest.raises(TransportError, match="copy 0"):
-            SharedMemoryService().prepare(copies_of([pair]), arenas)
-
-
-def test_an_arena_mapped_for_reading_is_never_written(arenas) -> None:
-    fd = memory.create(4096, "ro")
-    narrow = memory.read_only(fd)
-    arenas[3] = MappedArena(narrow, 4096, write=False)
-    os.close(fd), os.close(narrow)
-    with pytest.raises(TransportError, match="for reading only"):
-        SharedMemoryService().prepare(copies_of([(contiguous(1, 0, (4,)), contiguous(3, 0, (4,)), 2)]), arenas)
-
-
-@pytest.mark.parametrize("strides", [(1200, 2), (2, 1600)])
-def test_private_memory_of_a_process_is_read(arenas, strides) -> None:
-    mine = np.random.default_rng(1).integers(0, 65536, 600 * 800, dtype=np.uint16)
-    src = LocalTensor(PROCESS_MEMORY, mine.ctypes.data, (800, 600), strides, pid=os.getpid())
-    dst = contiguous(2, 0, (800, 600))
-    SharedMemoryService().prepare(copies_of([(src, dst, 2)]), arenas).run(verify=True, on_progress=lambda d: None)
-    want = np.ndarray((800, 600), np.uint16, mine.data, 0, strides)
-    assert np.array_equal(view(arenas[2], dst, 2), want)
-
-
-def test_a_gone_process_is_told_from_forbidden_memory(arenas) -> None:
-    for pid, why in ((2**22 - 3, "is gone"), (os.getpid(), "cannot be read")):
-        src = LocalTensor(PROCESS_MEMORY, 8, (10,), (2,), pid=pid)
-        job = SharedMemoryService().prepare(copies_of([(src, contiguous(2, 0, (10,)), 2)]), arenas)
-        with pytest.raises(TransportError, match=why):
-            job.run(verify=True, on_progress=lambda d: None)
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(
-    ("dtype", "fill", "shape", "whole"),
+    ("shape", "src_order", "dst_order"),
     [
-        ("bfloat16", -1.5, (6, 3), (4, 3)),
-        ("bfloat16", 0.5, (300, 800), (300, 799)),
-        ("float32", 1 / 4, (700, 300), (650, 299)),
-        ("uint8", 7, (9, 4), (5, 4)),
-        ("float64", 2.0**-1000, (5, 5), (4, 3)),
-        ("complex128", 3.0, (4, 4), (4, 2)),
-        ("int64", -2, (1 << 18,), (5,)),
+        ((), (), ()),
+        ((7,), (0,), (0,)),
+        ((130, 1021), (0, 1), (0, 1)),
+        ((70, 300), (1, 0), (0, 1)),
+        ((3, 5, 4), (2, 0, 1), (1, 2, 0)),
     ],
 )
-def test_one_element_fills_a_box_beside_copies(arenas, threads, dtype, fill, shape, whole) -> None:
-    es, kind = ELEMENT_SIZES[dtype], "uint16" if dtype == "bfloat16" else dtype
-    padded = without_padding(ParameterMetadata("w", shape, dtype, es), whole, fill)
-    plan = plan_copies([Roster(0, [ParameterMetadata("w", whole, dtype, es)]), Roster(1, (), [padded])])
-    constants = constant_bytes(plan.fills)
-    arenas[2].bytes[: len(constants)] = np.frombuffer(constants, np.uint8)
-    source, target = contiguous(1, 64, whole, es), contiguous(2, 256, shape, es)
-    copies = joined(
-        [
-            address(plan.table, by_rank({(0, "w"): source}), by_rank({(1, "w"): target})),
-            fill_copies(plan.fills, by_rank({(1, "w"): target}), 2, len(plan.table)),
-        ]
+def test_elements_are_converted_as_torch_does(arenas, pair, shape, src_order, dst_order) -> None:
+    torch = pytest.importorskip("torch")
+    held, wanted = (getattr(torch, name) for name in pair)
+    count = int(np.prod(shape))
+
+    def strides(order: tuple[int, ...], es: int) -> tuple[int, ...]:
+        steps = row_major_strides([shape[d] for d in order], es)
+        return tuple(steps[order.index(d)] for d in range(len(shape)))
+
+    noise = torch.randn(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    numbers = (noise * torch.exp2(torch.arange(count) % 60 - 30)).to(held)
+    special = torch.tensor([np.inf, -np.inf, np.nan, 0.0, -0.0, 65519.0, 65520.0, 1e-45, 3.3895e38]).to(held)
+    numbers[: min(count, 9)] = special[: min(count, 9)]
+    source = LocalTensor(1, 68, shape, strides(src_order, held.itemsize))
+    target = LocalTensor(2, 134, shape, strides(dst_order, wanted.itemsize))
+    memory_there = np.frombuffer(numbers.view(torch.uint8).numpy().tobytes(), np.uint8).copy()
+    arenas[1].bytes[68 : 68 + len(memory_there)] = memory_there
+    ends = [
+        ParameterMetadata("w", shape, dtype, ELEMENT_SIZES[dtype], cast_from=cast)
+        for dtype, cast in zip(pair, (None, pair[0]), strict=True)
+    ]
+    plan = plan_copies([Roster(0, [ends[0]]), Roster(1, (), [ends[1]])])
+    copies = CopyList.from_bytes(
+        address(plan.table, by_rank({(0, "w"): source}), by_rank({(1, "w"): target})).to_bytes()
     )
-    expected = arenas[2].bytes.copy()
-    array = np.ndarray(shape, kind, expected.data, 256)
-    array[...] = np.array(fill, "float32").view("uint32") >> 16 if dtype == "bfloat16" else fill
-    array[tuple(slice(n) for n in whole)] = np.ndarray(whole, kind, arenas[1].bytes.data, 64)
-    result = SharedMemoryService(threads).prepare(copies, arenas).run(verify=True, on_progress=lambda done: None)
-    assert result.bytes == int(np.prod(shape)) * es
-    assert np.array_equal(arenas[2].bytes, expected)
-    assert set(copies.origin.tolist()) == set(range(len(plan.table) + len(plan.fills)))
+    result = SharedMemoryService().prepare(copies, arenas).run(verify=True, on_progress=lambda done: None)
+    assert result.bytes == count * wanted.itemsize
+
+    def permuted(flat: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+        return flat.reshape([shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))])
+
+    got = torch.frombuffer(bytearray(arenas[2].bytes[134 : 134 + count * wanted.itemsize]), dtype=wanted)
+    got, want = permuted(got, dst_order), permuted(numbers, src_order).to(wanted)
+    words = {2: torch.int16, 4: torch.int32}[wanted.itemsize]
+    number = ~want.isnan()
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.contiguous().view(words)[number], want.contiguous().view(words)[number])
 
 
 def test_constants_are_there_once_and_in_order() -> None:
@@ -200,70 +147,21 @@ def test_a_fill_that_does_not_arrive_is_found(arenas, monkeypatch) -> None:
         job.run(verify=True, on_progress=lambda done: None)
 
 
-@pytest.mark.parametrize("lent", [False, True])
-@pytest.mark.parametrize("pair", CASTS.values())
-@pytest.mark.parametrize(
-    ("shape", "src_order", "dst_order"),
-    [
-        ((), (), ()),
-        ((7,), (0,), (0,)),
-        ((130, 1021), (0, 1), (0, 1)),
-        ((70, 300), (1, 0), (0, 1)),
-        ((3, 5, 4), (2, 0, 1), (1, 2, 0)),
-    ],
-)
-def test_elements_are_converted_as_torch_does(arenas, lent, pair, shape, src_order, dst_order) -> None:
+@pytest.mark.parametrize("number", CASTS)
+def test_every_exponent_and_tie_is_converted_as_torch_does(number: int) -> None:
     torch = pytest.importorskip("torch")
-    held, wanted = (getattr(torch, name) for name in pair)
-    count = int(np.prod(shape))
-
-    def strides(order: tuple[int, ...], es: int) -> tuple[int, ...]:
-        steps = row_major_strides([shape[d] for d in order], es)
-        return tuple(steps[order.index(d)] for d in range(len(shape)))
-
-    noise = torch.randn(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    numbers = (noise * torch.exp2(torch.arange(count) % 60 - 30)).to(held)
-    special = torch.tensor([np.inf, -np.inf, np.nan, 0.0, -0.0, 65519.0, 65520.0, 1e-45, 3.3895e38]).to(held)
-    numbers[: min(count, 9)] = special[: min(count, 9)]
-    source = LocalTensor(1, 68, shape, strides(src_order, held.itemsize))
-    target = LocalTensor(2, 134, shape, strides(dst_order, wanted.itemsize))
-    memory_there = np.frombuffer(numbers.view(torch.uint8).numpy().tobytes(), np.uint8).copy()
-    arenas[1].bytes[68 : 68 + len(memory_there)] = memory_there
-    if lent:
-        source = replace(source, arena=PROCESS_MEMORY, offset=memory_there.ctypes.data, pid=os.getpid())
-    ends = [
-        ParameterMetadata("w", shape, dtype, ELEMENT_SIZES[dtype], cast_from=cast)
-        for dtype, cast in zip(pair, (None, pair[0]), strict=True)
-    ]
-    plan = plan_copies([Roster(0, [ends[0]]), Roster(1, (), [ends[1]])])
-    copies = CopyList.from_bytes(
-        address(plan.table, by_rank({(0, "w"): source}), by_rank({(1, "w"): target})).to_bytes()
-    )
-    result = SharedMemoryService(2).prepare(copies, arenas).run(verify=True, on_progress=lambda done: None)
-    assert result.bytes == count * wanted.itemsize
-
-    def permuted(flat: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-        return flat.reshape([shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))])
-
-    got = torch.frombuffer(bytearray(arenas[2].bytes[134 : 134 + count * wanted.itemsize]), dtype=wanted)
-    got, want = permuted(got, dst_order), permuted(numbers, src_order).to(wanted)
-    words = {2: torch.int16, 4: torch.int32}[wanted.itemsize]
-    number = ~want.isnan()
-    assert torch.equal(got.isnan(), want.isnan())
-    assert torch.equal(got.contiguous().view(words)[number], want.contiguous().view(words)[number])
-
-
-def test_every_float32_exponent_and_tie_rounds_as_torch_does() -> None:
-    torch = pytest.importorskip("torch")
-    words = np.random.default_rng(2).integers(0, 2**32, 1 << 20, dtype=np.uint32)
-    words[::2] = (words[::2] & np.uint32(0xFFFF0000)) | np.uint32(0x8000)  # ties of bfloat16
-    words[1::4] = (words[1::4] & np.uint32(0xFFFFE000)) | np.uint32(0x1000)  # ties of float16
-    whole = torch.from_numpy(words.view(np.int32)).view(torch.float32)
-    for number, dtype in ((1, torch.bfloat16), (3, torch.float16)):
-        want = whole.to(dtype)
-        got = torch.from_numpy(converted(number, words).view(np.int16))
-        assert torch.equal(got.view(dtype).isnan(), want.isnan())
-        assert torch.equal(got[~want.isnan()], want.view(torch.int16)[~want.isnan()])
+    held, wanted = (getattr(torch, name) for name in CASTS[number])
+    if held is torch.float32:
+        words = np.random.default_rng(2).integers(0, 2**32, 1 << 20, dtype=np.uint32)
+        words[::2] = (words[::2] & np.uint32(0xFFFF0000)) | np.uint32(0x8000)  # ties of bfloat16
+        words[1::4] = (words[1::4] & np.uint32(0xFFFFE000)) | np.uint32(0x1000)  # ties of float16
+    else:
+        words = np.arange(1 << 16, dtype=np.uint16)
+    bits = {2: torch.int16, 4: torch.int32}[wanted.itemsize]
+    want = torch.from_numpy(words.copy()).view(held).to(wanted)
+    got = torch.from_numpy(converted(number, words).copy()).view(bits)
+    assert torch.equal(got.view(wanted).isnan(), want.isnan())
+    assert torch.equal(got[~want.isnan()], want.view(bits)[~want.isnan()])
 
 
 def test_a_conversion_that_does_not_arrive_is_found(arenas, monkeypatch) -> None:
@@ -277,7 +175,7 @@ def test_a_conversion_that_does_not_arrive_is_found(arenas, monkeypatch) -> None
 @pytest.mark.parametrize(("cast", "es"), [(5, 2), (-1, 2), (1, 4), (2, 2)])
 def test_a_conversion_that_there_is_not_is_refused(arenas, cast, es) -> None:
     copies = copies_of([(contiguous(1, 0, (9,), es), contiguous(2, 0, (9,), es), es)])
-    with pytest.raises(TransportError, match=f"copy 0: there is no conversion {cast} to elements of {es} bytes"):
+    with pytest.raises(TransportError, match=f"copy 0: conversion {cast} to elements of {es} bytes does not exist"):
         SharedMemoryService().prepare(replace(copies, cast=np.array([cast])), arenas)
 
 
@@ -347,7 +245,7 @@ def test_a_descriptor_that_is_no_sealed_arena_is_not_mapped() -> None:
 
 
 def test_very_many_tensors_are_each_addressed_as_one_alone_is() -> None:
-    """In time that grows with the tensors, not with their square: of 60,000 tensors, every 7th is stored transposed."""
+    """The time grows linearly with the number of tensors: of 60,000 tensors, every 7th is stored transposed."""
     count, shape = 60_000, (2, 3)
     names = [f"t{i}" for i in range(count)]
     metas = [ParameterMetadata(name, shape, "bfloat16", 2, resolved_name=name) for name in names]

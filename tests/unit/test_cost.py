@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from refitd.describe.roster import Roster
-from refitd.offline import Layout, read, rosters_of
+from refitd.describe.metadata import Roster
+from refitd.offline.files import read
+from refitd.offline.layouts import Layout
+from refitd.offline.rosters import rosters_of
 from refitd.plan.build import plan_copies
-from refitd.plan.cost import Links, balance_of, copies_of, estimate, in_a_swap, memory_of, traffic_of
+from refitd.plan.cost import traffic_of
+from refitd_cli.cost import Links, balance_of, copies_of, estimate, in_a_swap, memory_of
 
 WEIGHT = {"name": "w", "shape": [8, 4], "dtype": "float32", "split": {"dim": 0}, "stage": "every"}
 NORM = {"name": "norm", "shape": [3], "dtype": "float32", "stage": "every"}
@@ -86,27 +89,22 @@ def test_memory_is_each_sides_shard():
     ]
 
 
-def test_estimate_waits_for_the_slowest_rank_link_and_direction():
-    rosters, _, traffic = case({"tp": 2, "ranks_per_node": 2}, {"ranks_per_node": 2})
+@pytest.mark.parametrize(
+    ("source", "target", "slowest"),
+    [
+        ({"tp": 2, "ranks_per_node": 2}, {"ranks_per_node": 2}, (2, "inter", "receives", 140)),
+        # links of one rank work at the same time: rank 0 sends rank 1 on its node as much as rank 2 on another one
+        ({"ranks_per_node": 2}, {"dp": 2, "first_rank": 1, "first_node": 0, "ranks_per_node": 1},
+         (0, "inter", "sends", 140)),
+        ({}, {"first_rank": 1, "first_node": 0}, (0, "intra", "sends", 140)),
+    ],
+)  # fmt: skip
+def test_estimate_waits_for_the_slowest_rank_link_and_direction(source, target, slowest):
+    rosters, _, traffic = case(source, target)
     least = estimate(traffic, rosters, LINKS)
     assert least is not None
-    assert (least.rank, least.link, least.direction, least.bytes) == (2, "inter", "receives", 140)
-    assert least.seconds == pytest.approx(140 / 10e9)
-
-
-def test_links_of_one_rank_work_at_the_same_time():
-    # rank 0 sends rank 1 on its node 140 bytes and rank 2 on another node as many
-    rosters, _, traffic = case({"ranks_per_node": 2}, {"dp": 2, "first_rank": 1, "first_node": 0, "ranks_per_node": 1})
-    least = estimate(traffic, rosters, LINKS)
-    assert least is not None
-    assert (least.rank, least.link, least.direction, least.seconds) == (0, "inter", "sends", pytest.approx(140 / 10e9))
-
-
-def test_copies_on_a_node_take_the_faster_link():
-    rosters, _, traffic = case({}, {"first_rank": 1, "first_node": 0})
-    least = estimate(traffic, rosters, LINKS)
-    assert least is not None
-    assert (least.link, least.seconds) == ("intra", pytest.approx(140 / 100e9))
+    assert (least.rank, least.link, least.direction, least.bytes) == slowest
+    assert least.seconds == pytest.approx(least.bytes / (10e9 if least.link == "inter" else 100e9))
 
 
 def test_in_a_swap_what_ranks_of_a_node_need_alike_crosses_once():

@@ -1,43 +1,50 @@
-"""Which version a daemon lets its workers take deltas from, and how a trainer gets the memory of one back."""
+"""The bases that workers use for deltas, and the versions in other arenas."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from msgspec import structs
 
+from refitd.buffers.layout import row_major_strides
+from refitd.commit.target_state import Step, TargetState
 from refitd.daemon import actions as act
-from refitd.daemon.base_trust import BaseTrust
-from refitd.describe.roster import Roster
-from refitd.plan.build import plan_copies
+from refitd.daemon.members import BaseTrust
+from refitd.describe.metadata import Roster
+from refitd.events import Tick
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Secret
-from refitd.protocol.shards import metadata_of
-from tests.support.daemon_harness import SHARD, SOURCE, TARGET, Harness
+from refitd.protocol.shards import Place, metadata_of
+from tests.support.daemon_harness import SHARD, SOURCE, TARGET, Harness, live_in_arena
+from tests.support.shares import load_of
 
 
-def crossing(member: str, rank: int) -> tuple[Harness, str]:
-    """A daemon with a source of rank 0, or a target of rank 1, whose counterpart is on another node."""
+def digested(h: Harness, byte: int) -> None:
+    """Answer all digest requests for the workers."""
+    while wanted := [(w, m) for w, m in h.to_worker if isinstance(m, sidecar.ReadSpans)]:
+        h.to_worker.clear()
+        for worker, m in wanted:
+            taken = sidecar.SpansRead(run=m.run, digests=bytes([byte]) * 8 * len(m.spans))
+            h.feed(act.WorkerSaid(worker, taken))
+
+
+def crossing(member: str, rank: int, *, flips: bool = False) -> tuple[Harness, str]:
+    """Return a daemon with a source of rank 0 or a target of rank 1; the counterpart is on another node."""
     h = Harness()
-    registered = h.ask(SOURCE if member == "source" else TARGET)
-    assert isinstance(registered, local.SourceRegistered | local.TargetRegistered)
-    table = plan_copies([Roster(0, source=metadata_of(SHARD, 0)), Roster(1, destination=metadata_of(SHARD, 1))]).table
+    target = structs.replace(TARGET, live=live_in_arena(h), flips=True) if flips else TARGET
+    registered = h.ask(SOURCE if member == "source" else target)
+    assert isinstance(registered, local.Registered)
     members = (registered.member, "far") if rank == 0 else ("far", registered.member)
-    plan = cluster.LoadPlan(
-        plan="p",
-        model="m",
-        ranks=(0, 1),
-        members=members,
-        table=table.select(slice(0, 0)).to_wire(),
-        crossing=table.to_wire(),
-        crossing_nodes=(0, 1) if rank == 0 else (1, 0),
-        epoch=cluster.EpochPlan("e1", "gloo", ("n0", "n1"), ("h", "h1"), 2, 1 << 20, 9.0, Secret(bytes(32))),
-    )
+    nodes = ("n0", "n1") if rank == 0 else ("n1", "n0")
+    rosters = [Roster(0, metadata_of(SHARD, 0), node=nodes[0]), Roster(1, (), metadata_of(SHARD, 1), nodes[1])]
+    epoch = cluster.EpochPlan("e1", "gloo", ("n0", "n1"), ("h", "h1"), 2, 1 << 20, 9.0, Secret(bytes(32)))
+    plan = load_of(rosters, members, node="n0", epoch=epoch)
     h.feed(act.CoordinatorSaid(0, plan), *(act.WorkerSaid(w, sidecar.EpochJoined(epoch="e1")) for w in (0, 1)))
     return h, registered.member
 
 
 def stage(h: Harness, swap: str, version: int, base: int | None, **changed: object) -> list[sidecar.RunJob]:
-    """Stage; return what the workers were told to run."""
+    """Stage; return the runs that the workers were told to start."""
     h.to_worker.clear()
     told = cluster.Stage(swap=swap, plan="p", version=version, base=base)
     h.feed(act.CoordinatorSaid(0, structs.replace(told, **changed)))
@@ -45,7 +52,7 @@ def stage(h: Harness, swap: str, version: int, base: int | None, **changed: obje
 
 
 def bases(runs: list[sidecar.RunJob]) -> set[tuple[int, int]]:
-    """Arenas, and where their bases are held, as both workers were told."""
+    """Return each arena and the location of its base; both workers were told equal values."""
     assert len(runs) == 2 and runs[0].bases == runs[1].bases
     return {(base.arena, base.held_in) for base in runs[0].bases}
 
@@ -58,7 +65,7 @@ def test_a_source_compares_two_slots_and_names_the_version_as_every_node_does() 
     h, source = crossing("source", 0)
     for version in (1, 2):
         assert h.publish(source, version) == local.Done()
-    first, second = (slot.arena for slot in h.daemon.members[source].slots)
+    first, second = (slot.arena for slot in h.daemon.members[source].source.slots)
     runs = stage(h, "s", 2, base=1)
     assert bases(runs) == {(second, first)}
     far, target = crossing("target", 1)
@@ -73,7 +80,7 @@ def test_a_source_that_does_not_hold_the_base_compares_nothing(base: int | None,
     for version in (1, 2):
         h.publish(source, version)
     assert bases(stage(h, "s", 2, base=base, base_run=run)) == set()
-    assert not any(slot.compared for slot in h.daemon.members[source].slots)
+    assert not any(slot.compared for slot in h.daemon.members[source].source.slots)
 
 
 def test_a_publish_gets_the_slot_once_no_worker_compares_with_it() -> None:
@@ -85,7 +92,7 @@ def test_a_publish_gets_the_slot_once_no_worker_compares_with_it() -> None:
     begin = local.BeginPublish(member=source, version=3, timeout_s=5.0)
     assert h.ask(begin) is None
     assert h.to_worker == [(w, sidecar.DropBases(run=run.run)) for w, run in enumerate(runs)]
-    h.feed(act.WorkerSaid(0, sidecar.BasesDropped(run=runs[0].run)))
+    h.feed(act.WorkerSaid(0, sidecar.DropBases(run=runs[0].run)))
     assert not h.to_client
     h.feed(act.WorkerSaid(1, sidecar.RunDone(run=runs[1].run, copies=0, bytes=0, seconds=0.1)))  # it had just ended
     assert [m for *_, m in h.to_client] == [local.SlotGranted(slot=0)]
@@ -102,7 +109,7 @@ def test_a_publish_after_the_workers_have_ended_waits_for_nobody() -> None:
 
 def test_a_target_has_a_base_from_a_commit_until_something_is_staged() -> None:
     h, target = crossing("target", 1)
-    staging = h.daemon.members[target].staging
+    staging = h.daemon.members[target].memory.staging
     runs = stage(h, "s1", 1, base=None)
     assert bases(runs) == set()
     done(h, runs)
@@ -140,11 +147,149 @@ def test_a_rank_that_copies_gets_one_full_version_after_a_wrong_delta() -> None:
     h.commit(target, "s1", 1)
     runs = stage(h, "s2", 2, base=1)
     h.feed(act.WorkerSaid(0, sidecar.BaseWrong(run=runs[0].run)))
-    h.feed(act.WorkerSaid(0, sidecar.RunFailed(run=runs[0].run, reason="differs", differs=True)))
-    assert h.said(cluster.StageFailed)
+    h.feed(act.WorkerSaid(0, sidecar.RunDone(run=runs[0].run, reason="differs", differs=True)))
+    assert h.said(cluster.StageDone)
     h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="s2", reason="x")))
     runs = stage(h, "s3", 2, base=1)
     assert bases(runs) == set()
     done(h, runs)
     h.commit(target, "s3", 2)
     assert bases(stage(h, "s4", 3, base=2))
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_the_coordinator_knows_whether_a_base_is_suspected_or_wrong_before_the_next_swap(is_wrong: bool) -> None:
+    h, target = crossing("target", 1, flips=True)
+
+    def committed(swap: str, version: int) -> None:
+        h.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap=swap, version=version)))
+        h.ask(local.CommitDone(swap=swap, member=target, paused_s=0.0, exchanged=True))
+        digested(h, 0)
+
+    def lacks_base() -> list[bool]:
+        found = [moved.lacks_base for update in h.said(cluster.NodeUpdate) for moved in update.moved]
+        h.to_coordinator.clear()
+        return found
+
+    done(h, stage(h, "s1", 1, base=None))
+    committed("s1", 1)
+    runs = stage(h, "s2", 2, base=1)
+    lacks_base()
+    h.feed(act.WorkerSaid(0, sidecar.BaseWrong(run=runs[0].run)))
+    assert lacks_base() == [True], "it is being compared"
+    h.feed(act.WorkerSaid(0, sidecar.RunDone(run=runs[0].run, reason="differs", differs=True)))
+    h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="s2", reason="x")))
+    digested(h, int(is_wrong))
+    assert lacks_base()[-1:] == [is_wrong]
+    done(h, stage(h, "s3", 2, base=1))
+    committed("s3", 2)
+    h.ask(local.GetStatus())
+    assert lacks_base()[-1:] == [False]
+
+
+# --- Before a daemon treats the version in the other arena as staged, workers compare it with its digests.
+
+
+class Node:
+    """A node with a target that has flipped to versions 1 and 2; its other arena contains version 1."""
+
+    def __init__(self, *, verify: bool = True) -> None:
+        self.h = h = Harness(workers=1)
+        h.ask(local.CreateArena(nbytes=65536))
+        places, at = [], 0
+        for t in SHARD.tensors:
+            places.append(Place(h.arenas, at, row_major_strides(t.shape, 2)))
+            at += 2 * int(np.prod(t.shape))
+        self.source, self.target = h.fleet(live=tuple(places), flips=True)
+        for version in (1, 2):
+            if version == 2:
+                h.publish(self.source, 2)
+            stage = cluster.Stage(swap=f"s{version}", plan="p", version=version, verify=verify)
+            h.to_worker.clear()
+            h.feed(act.CoordinatorSaid(0, stage))
+            h.done(h.runs())
+            h.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap=f"s{version}", version=version)))
+            h.to_worker.clear()
+            h.ask(local.CommitDone(swap=f"s{version}", member=self.target, paused_s=0.0, exchanged=True))
+            self.digested()
+        self.h.to_coordinator.clear()
+
+    def digested(self, byte: int = 0, reason: str = "") -> int:
+        """Answer all digest requests for the worker; return their number."""
+        asked = 0
+        while wanted := [m for _, m in self.h.to_worker if isinstance(m, sidecar.ReadSpans)]:
+            self.h.to_worker.clear()
+            for m in wanted:
+                asked += 1
+                digests = bytes([byte]) * 8 * len(m.spans)
+                taken = sidecar.SpansRead(run=m.run, digests=b"" if reason else digests, reason=reason)
+                self.h.feed(act.WorkerSaid(0, taken))
+        return asked
+
+    def roll_back(self, swap: str = "back") -> None:
+        spare = cluster.Stage(swap=swap, plan="", version=1, run=self.state.spare_run, members=(self.target,))
+        self.h.feed(act.CoordinatorSaid(0, spare))
+
+    @property
+    def state(self) -> TargetState:
+        return self.h.daemon.members[self.target].state
+
+
+def test_a_rollback_waits_until_the_other_arena_is_compared_and_later_ones_do_not() -> None:
+    node = Node()
+    node.roll_back()
+    assert not node.h.said(cluster.StageDone) and node.state.step is Step.IDLE
+    assert node.digested() == 1
+    (done,) = node.h.said(cluster.StageDone)
+    assert done.swap == "back" and node.state.step is Step.STAGED
+    node.h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="back", reason="x")))
+    node.roll_back("again")
+    assert node.digested() == 0 and node.state.staged == "again"
+
+
+def test_it_is_compared_in_the_background_where_nobody_waits() -> None:
+    node = Node()
+    node.h.feed(Tick())
+    assert node.digested() == 1
+    node.roll_back()
+    assert node.state.staged == "back" and node.digested() == 0
+
+
+@pytest.mark.parametrize(("byte", "reason"), [(1, ""), (0, "the worker cannot read it")])
+def test_what_differs_or_cannot_be_read_is_not_staged_and_the_coordinator_forgets_it(byte: int, reason: str) -> None:
+    node = Node()
+    node.roll_back()
+    node.digested(byte, reason)
+    (failed,) = node.h.said(cluster.StageDone)
+    assert failed.where == node.target and (reason or "its memory has changed since version 1") in failed.reason
+    (update,) = node.h.said(cluster.NodeUpdate)
+    assert [moved.spare_lost for moved in update.moved] == [True] and node.state.step is Step.IDLE
+    node.roll_back("again")
+    assert len(node.h.said(cluster.StageDone)) == 2 and node.digested() == 0
+
+
+def test_a_rollback_that_is_aborted_meanwhile_stages_nothing() -> None:
+    node = Node()
+    node.roll_back()
+    node.h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="back", reason="x")))
+    assert node.digested() == 1
+    assert not node.h.said(cluster.StageDone) and node.state.step is Step.IDLE
+
+
+def test_what_is_not_verified_is_not_compared() -> None:
+    node = Node(verify=False)
+    node.roll_back()
+    assert node.state.staged == "back" and node.digested() == 0
+
+
+def test_what_is_live_again_and_differs_is_fenced() -> None:
+    node = Node()
+    node.h.feed(Tick())
+    node.digested()
+    node.roll_back()
+    node.h.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap="back", version=1)))
+    node.h.ask(local.CommitDone(swap="back", member=node.target, paused_s=0.0, exchanged=True))
+    node.h.to_client.clear()
+    node.digested(1)
+    (fence,) = [m for _, _, m in node.h.to_client if isinstance(m, local.Fence)]
+    assert "its memory has changed since version 1" in fence.reason and not node.state.may_serve

@@ -1,47 +1,30 @@
-"""A daemon whose plan reaches another node: the lanes of its epoch, and what ends them."""
+"""A daemon whose plan reaches another node: its epoch's lanes, from joining to their end."""
 
 from __future__ import annotations
 
 import pytest
 
 from refitd.daemon import actions as act
-from refitd.describe.roster import Roster
-from refitd.plan.build import plan_copies
+from refitd.describe.metadata import Roster
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION, Secret
 from refitd.protocol.shards import metadata_of
 from tests.support.daemon_harness import SHARD, SOURCE, Harness
+from tests.support.shares import load_of
 
 
 def crossing_plan(h: Harness, epoch: str = "e1", lanes: int = 2) -> cluster.LoadPlan:
-    """A plan whose source is here, rank 0, and whose target is on n1."""
+    """Return a plan from rank 0 on this node to a target on n1."""
     source = h.ask(SOURCE)
-    assert isinstance(source, local.SourceRegistered)
+    assert isinstance(source, local.Registered)
     assert h.publish(source.member, 1) == local.Done()
-    table = plan_copies([Roster(0, source=metadata_of(SHARD, 0)), Roster(1, destination=metadata_of(SHARD, 1))]).table
-    return cluster.LoadPlan(
-        plan="p",
-        model="m",
-        ranks=(0, 1),
-        members=(source.member, "far"),
-        table=table.select(slice(0, 0)).to_wire(),
-        crossing=table.to_wire(),
-        crossing_nodes=(0, 1),
-        epoch=cluster.EpochPlan(
-            id=epoch,
-            service="gloo",
-            nodes=("n0", "n1"),
-            hosts=("h", "h1"),
-            lanes=lanes,
-            staging_bytes=1 << 20,
-            timeout_s=9.0,
-            key=Secret(bytes(32)),
-        ),
-    )
+    rosters = [Roster(0, metadata_of(SHARD, 0), node="n0"), Roster(1, (), metadata_of(SHARD, 1), "n1")]
+    formed = cluster.EpochPlan(epoch, "gloo", ("n0", "n1"), ("h", "h1"), lanes, 1 << 20, 9.0, Secret(bytes(32)))
+    return load_of(rosters, (source.member, "far"), node="n0", epoch=formed)
 
 
 def crossing(*joined: int) -> Harness:
-    """A daemon with that plan, of which these workers have joined the epoch."""
+    """Return a daemon with that plan after the given workers have joined the epoch."""
     h = Harness()
     h.feed(act.CoordinatorSaid(0, crossing_plan(h)))
     for worker in joined:
@@ -56,9 +39,9 @@ def test_a_plan_between_nodes_is_loaded_once_every_lane_has_met_its_peer() -> No
         (0, 0, "worker 0 on node n1 (host h1)"),
         (1, 0, "worker 1 on node n1 (host h1)"),
     ]
-    h.feed(act.WorkerSaid(1, sidecar.LanePut(epoch="e1", key="k", value=b"v")))
-    assert h.to_coordinator[-1] == cluster.EpochPut(epoch="e1", lane=1, key="k", value=b"v")
-    h.feed(act.CoordinatorSaid(0, cluster.EpochValue(epoch="e1", lane=1, key="q", value=b"w")))
+    h.feed(act.WorkerSaid(1, sidecar.LaneValue(epoch="e1", key="k", value=b"v")))
+    assert h.to_coordinator[-1] == sidecar.LaneValue(epoch="e1", lane=1, key="k", value=b"v")
+    h.feed(act.CoordinatorSaid(0, sidecar.LaneValue(epoch="e1", lane=1, key="q", value=b"w")))
     assert h.to_worker[-1] == (1, sidecar.LaneValue(epoch="e1", key="q", value=b"w"))
     h.feed(act.WorkerSaid(0, sidecar.EpochJoined(epoch="e1")))
     assert cluster.PlanLoaded(plan="p", epoch="e1") not in h.to_coordinator
@@ -72,7 +55,7 @@ def test_a_new_coordinator_finds_no_plan_nor_epoch_of_the_one_before(loaded: boo
     h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot="other")))
     assert {(w, m.epoch) for w, m in h.to_worker if isinstance(m, sidecar.LeaveEpoch)} == {(0, "e1"), (1, "e1")}
     assert h.stage() == []
-    assert "does not have plan p" in h.said(cluster.StageFailed)[0].reason
+    assert "does not have plan p" in h.said(cluster.StageDone)[0].reason
 
 
 def test_a_source_node_reports_staged_with_nothing_received() -> None:
@@ -90,7 +73,7 @@ def test_a_worker_that_dies_takes_its_epoch_with_it() -> None:
     h = crossing()
     h.to_worker.clear()
     h.feed(act.WorkerDied(0, "was killed by SIGKILL"))
-    lost = [m for m in h.to_coordinator if isinstance(m, cluster.EpochLost)]
+    lost = [m for m in h.to_coordinator if isinstance(m, cluster.PlanLoaded)]
     assert [(m.plan, m.epoch, m.reason) for m in lost] == [("p", "e1", "was killed by SIGKILL")]
     assert "worker 0" in lost[0].where
     assert (1, sidecar.LeaveEpoch(epoch="e1")) in h.to_worker
@@ -102,7 +85,7 @@ def test_an_abort_ends_the_workers_that_exchange_and_says_that_their_epoch_is_ov
     h.stage()
     h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="s", reason="x")))
     assert h.restarted == [0, 1]
-    assert [m.epoch for m in h.to_coordinator if isinstance(m, cluster.EpochLost)] == ["e1"]
+    assert [m.epoch for m in h.to_coordinator if isinstance(m, cluster.PlanLoaded) and m.reason] == ["e1"]
 
 
 def test_an_abort_ends_what_another_model_exchanges_between_nodes_by_name() -> None:
@@ -111,7 +94,7 @@ def test_an_abort_ends_what_another_model_exchanges_between_nodes_by_name() -> N
     h.stage("crossing")
     h.stage("b", plan="q")
     h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="b", reason="x")))
-    (failed,) = h.said(cluster.StageFailed)
+    (failed,) = h.said(cluster.StageDone)
     assert (failed.swap, failed.where) == ("crossing", "worker 0 on node n0")
     assert failed.reason == "it was replaced, as swap b was aborted"
 
@@ -120,5 +103,5 @@ def test_a_plan_that_does_not_fit_the_node_is_refused_with_a_reason() -> None:
     h = Harness()
     h.feed(act.CoordinatorSaid(0, crossing_plan(h, lanes=3)))
     refused = h.to_coordinator[-1]
-    assert isinstance(refused, cluster.PlanRefused)
+    assert isinstance(refused, cluster.PlanLoaded)
     assert (refused.plan, refused.epoch) == ("p", "e1") and "3 lanes" in refused.reason

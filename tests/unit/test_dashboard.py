@@ -1,4 +1,4 @@
-"""The page of `refitctl dashboard`: what it shows, in which order, and that nothing in it is markup of others."""
+"""The page of `refitctl dashboard`: its contents, their order, and escaping of foreign markup."""
 
 from __future__ import annotations
 

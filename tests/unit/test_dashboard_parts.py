@@ -1,4 +1,4 @@
-"""What is opened on the dashboard's page: plans and traces, asked for once they are, without markup of others."""
+"""Plans and traces on the dashboard's page: they are fetched when opened, and foreign markup is escaped."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from msgspec import structs
 
 from refitd.errors import DeadlineExceeded, PlanError, TransportError
-from refitd.protocol.reports import PairTraffic
-from refitd.protocol.traces import NodeTrace, TraceSpan
-from refitd_cli import opened, timeline
+from refitd.protocol.reports import NodeTrace, PairTraffic, TraceSpan
+from refitd_cli import opened
+from refitd_cli import opened as timeline
 from refitd_cli.dashboard import Pages, Shown, fragment
+from refitd_cli.heatmap import plan_map
 from refitd_cli.html import path, words_of
-from refitd_cli.plan_map import plan_map
 from tests.support.cli import PLAN, SOURCE, STATUS, TARGET, TRACE, FakeClient
 
 MODEL = STATUS.models[0]
@@ -22,7 +22,7 @@ HOSTILE = '<script>alert(1)</script>" onload="x \x1b[31m\u202e'
 
 
 class Client(FakeClient):
-    """Answers with `plans` and `traces`, or raises them."""
+    """A client that returns `plans` and `traces`, or raises them."""
 
     given: object = None
 
@@ -63,7 +63,7 @@ def test_nothing_is_asked_until_somebody_opens_it_and_then_once():
     ]
     found.ask(client, STATUS)
     assert not client.asked
-    assert [pages[source]().status for source in sources] == [200, 503, 503]  # what changes is asked for anyway
+    assert [pages[source]().status for source in sources] == [200, 503, 503]  # fetched even if closed: it changes
     found.ask(client, STATUS)
     assert {kind for kind, *_ in client.asked} == {"trace", "plan"} and len(client.asked) == 3
     client.asked.clear()
@@ -105,7 +105,7 @@ def test_what_is_refused_is_shown_and_asked_for_again():
     gone = path("plan", "gone", "v")
     found.part(gone)
     found.ask(client, STATUS)
-    assert "not registered any more" in (found.part(gone) or ("",))[0]
+    assert "no longer registered" in (found.part(gone) or ("",))[0]
     found.part(path("trace", "policy", "s9"))
     client.given = DeadlineExceeded("no plan within 120 s")
     found.ask(client, STATUS)
@@ -193,7 +193,7 @@ def test_names_in_map_and_trace_are_no_markup():
 
 
 def test_a_plan_that_moves_nothing_says_so():
-    assert "nothing would move" in plan_map(structs.replace(PLAN, pairs=()), MODEL)
+    assert "no data would move" in plan_map(structs.replace(PLAN, pairs=()), MODEL)
 
 
 # --- the trace ----------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_bars_lie_where_things_happened_in_the_coordinator_s_time():
     words = inside(text)
     assert "250.0 ms from left to right; clocks agree within 500 us" in words
     assert "stage: 250.0 ms" in words and "copy: 200.0 ms, 64 B (n)" in words and "stage: 200.0 ms, not ended" in words
-    assert "node n1: its clock is not aligned, so its bars are left out" in words
+    assert "node n1: its clock is not aligned, so its bars are not shown" in words
     assert "node n0: 2 spans were too many" in words and "node n2 is lost" in words
     bars = [(one.get("x"), one.get("width"), one.get("class")) for one in tree(text).iter("rect")]
     assert bars == [("0.0", "1000.0", ""), ("40.0", "800.0", "failed")]

@@ -19,11 +19,9 @@ from torch.distributed.checkpoint import metadata as said
 from torch.distributed.checkpoint import planner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from refitd.checkpoints.folder import METADATA, part_of
-from refitd.checkpoints.formats import Dcp
-from refitd.checkpoints.new_folder import new_folder
-from refitd.checkpoints.publish import described, read_checkpoint
-from refitd.checkpoints.reading import Reader
+from refitd.checkpoints.publish import Reader, described, read_checkpoint
+from refitd.checkpoints.safetensors import METADATA, part_of
+from refitd.checkpoints.writing import Dcp, new_folder
 from refitd.errors import CheckpointError
 from refitd.testing import oracle
 
@@ -44,7 +42,7 @@ def saved(value: Any, **options: Any) -> bytes:
 def made(path: Path, change: Change = lambda metadata, path: None) -> Path:
     """A folder of two ranks: a tensor in three chunks, a whole one, a step count; `change` damages it."""
     path.mkdir()
-    content = {file: bytearray(b"?" * 3) for file in FILES}  # nothing is aligned
+    content = {file: bytearray(b"?" * 3) for file in FILES}  # 3 bytes in front, so no tensor is aligned
     entries: dict[str, Any] = {"model.w": tensor_entry(WHOLE, BOXES), "model.b": tensor_entry(WHOLE[0], [((0,), (5,))])}
     entries["step"] = said.BytesStorageMetadata()
     stored = {}
@@ -76,7 +74,7 @@ def box(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 def whole(path: Path, prefix: str | None = None, ranks: int = 1) -> dict[str, torch.Tensor]:
-    """What ranks that publish a folder offer together, by the oracle."""
+    """Return the tensors that the ranks publishing a folder offer together, assembled by the oracle."""
     shapes: dict[str, tuple[int, ...]] = {}
     shards = []
     for rank in range(ranks):
@@ -167,117 +165,75 @@ def test_plans_that_megatron_keeps_in_the_metadata_are_passed_over(tmp_path: Pat
 # --- what is refused --------------------------------------------------------------------------------------
 
 
-def _missing(metadata: said.Metadata, path: Path) -> None:
-    (path / FILES[1]).unlink()
+B = said.MetadataIndex("model.b", (0,))
 
 
-def _truncated(metadata: said.Metadata, path: Path) -> None:
-    os.truncate(path / FILES[1], (path / FILES[1]).stat().st_size - 1)
+def chunks(metadata: said.Metadata) -> Any:
+    return metadata.state_dict_metadata["model.w"].chunks
 
 
-def _foreign(metadata: said.Metadata, path: Path) -> None:
-    shutil.copy(path / FILES[1], path / "__2_0.distcp")
-
-
-def _no_file(metadata: said.Metadata, path: Path) -> None:
-    (path / METADATA).mkdir()
-
-
-def _both_formats(metadata: said.Metadata, path: Path) -> None:
-    (path / "model.safetensors").write_bytes(b"")
-
-
-def _exchanged(metadata: said.Metadata, path: Path) -> None:
+def exchange(metadata: said.Metadata) -> None:
     one, other = (key for key in metadata.storage_data if key.fqn == "model.w" and key.offset[0] == 4)
     data = metadata.storage_data
     data[one], data[other] = data[other], data[one]
 
 
-def _other_type(metadata: said.Metadata, path: Path) -> None:
-    metadata.state_dict_metadata["model.b"].properties.dtype = torch.int32
+def b_again(metadata: said.Metadata, name: str) -> None:
+    """Describe model.b under another name below model."""
+    metadata.state_dict_metadata[f"model.{name}"] = metadata.state_dict_metadata["model.b"]
+    metadata.planner_data[f"model.{name}"] = ("model", name)
+    metadata.storage_data[said.MetadataIndex(f"model.{name}", (0,))] = metadata.storage_data[B]
 
 
-def _zeros(metadata: said.Metadata, path: Path) -> None:
-    (path / FILES[1]).write_bytes(bytes((path / FILES[1]).stat().st_size))
+DAMAGES: dict[str, Change] = {
+    f"{FILES[1]}: missing, and .metadata lists it": lambda m, path: (path / FILES[1]).unlink(),
+    f"{FILES[1]}: 'model.b' at [0]: it ends at byte": lambda m, path: os.truncate(
+        path / FILES[1], (path / FILES[1]).stat().st_size - 1
+    ),
+    "__2_0.distcp: nothing in .metadata lies in it": lambda m, path: shutil.copy(
+        path / FILES[1], path / "__2_0.distcp"
+    ),
+    ".metadata: it cannot be read: it is a directory, expected a regular file": lambda m, path: (
+        path / METADATA
+    ).mkdir(),
+    "model.safetensors of Hugging Face; move one of the two": lambda m, path: (path / "model.safetensors").touch(),
+    "the file has [3, 3] float32, .metadata says [3, 2] float32; it is of another checkpoint": lambda m, path: exchange(
+        m
+    ),
+    ".metadata says [5] int32": lambda m, path: setattr(
+        m.state_dict_metadata["model.b"].properties, "dtype", torch.int32
+    ),
+    f"{FILES[1]}: 'model.b' at [0]: it is no archive of torch.save": lambda m, path: (path / FILES[1]).write_bytes(
+        bytes((path / FILES[1]).stat().st_size)
+    ),
+    "'model.w': no chunk holds [4:7, 0:2]": lambda m, path: chunks(m).pop(1),
+    "'model.w': chunks [4:7, 0:2] and [4:7, 1:4] overlap": lambda m, path: setattr(
+        chunks(m)[2], "offsets", torch.Size((4, 1))
+    ),
+    "'model.w': chunks [0:4, 0:5] and [0:4, 0:5] overlap": lambda m, path: chunks(m).append(chunks(m)[0]),
+    "'model.w': chunk [6:10, 0:5] lies outside the tensor [0:7, 0:5]": lambda m, path: setattr(
+        chunks(m)[0], "offsets", torch.Size((6, 0))
+    ),
+    "'model.b': its chunk at [0] lies in no file": lambda m, path: m.storage_data.pop(B),
+    "'model.b' at [0] and 'model.c' at [0] lie in the same bytes": lambda m, path: b_again(m, "c"),
+    "'w at [0, 0]': several tensors or chunks are called so": lambda m, path: b_again(m, "w at [0, 0]"),
+    "'model.b' (str): its file is '../__1_0.distcp'": lambda m, path: setattr(
+        m.storage_data[B], "relative_path", f"../{FILES[1]}"
+    ),
+    "it was written through ['zstd']": lambda m, path: setattr(m.storage_data[B], "transform_descriptors", ["zstd"]),
+    "its state_dict_metadata or storage_data is missing": lambda m, path: setattr(
+        m, "storage_data", list(m.storage_data)
+    ),
+    ".metadata: these are no metadata of torch.distributed.checkpoint, or they are damaged": lambda m, path: (
+        path / METADATA
+    ).write_bytes(pickle.dumps(m)[:-9]),
+}
 
 
-def _hole(metadata: said.Metadata, path: Path) -> None:
-    del metadata.state_dict_metadata["model.w"].chunks[1]
-
-
-def _overlap(metadata: said.Metadata, path: Path) -> None:
-    metadata.state_dict_metadata["model.w"].chunks[2].offsets = torch.Size((4, 1))
-
-
-def _twice(metadata: said.Metadata, path: Path) -> None:
-    metadata.state_dict_metadata["model.w"].chunks.append(metadata.state_dict_metadata["model.w"].chunks[0])
-
-
-def _beyond(metadata: said.Metadata, path: Path) -> None:
-    metadata.state_dict_metadata["model.w"].chunks[0].offsets = torch.Size((6, 0))
-
-
-def _nowhere(metadata: said.Metadata, path: Path) -> None:
-    del metadata.storage_data[said.MetadataIndex("model.b", (0,))]
-
-
-def _same_bytes(metadata: said.Metadata, path: Path) -> None:
-    metadata.state_dict_metadata["model.c"] = metadata.state_dict_metadata["model.b"]
-    metadata.planner_data["model.c"] = ("model", "c")
-    place = metadata.storage_data[said.MetadataIndex("model.b", (0,))]
-    metadata.storage_data[said.MetadataIndex("model.c", (0,))] = place
-
-
-def _same_name(metadata: said.Metadata, path: Path) -> None:
-    metadata.state_dict_metadata["model.w at [0, 0]"] = metadata.state_dict_metadata["model.b"]
-    metadata.planner_data["model.w at [0, 0]"] = ("model", "w at [0, 0]")
-    place = metadata.storage_data[said.MetadataIndex("model.b", (0,))]
-    metadata.storage_data[said.MetadataIndex("model.w at [0, 0]", (0,))] = place
-
-
-def _outside(metadata: said.Metadata, path: Path) -> None:
-    metadata.storage_data[said.MetadataIndex("model.b", (0,))].relative_path = f"../{FILES[1]}"
-
-
-def _compressed(metadata: said.Metadata, path: Path) -> None:
-    metadata.storage_data[said.MetadataIndex("model.b", (0,))].transform_descriptors = ["zstd"]
-
-
-def _dict_as_list(metadata: said.Metadata, path: Path) -> None:
-    metadata.storage_data = list(metadata.storage_data)
-
-
-def _cut_metadata(metadata: said.Metadata, path: Path) -> None:
-    (path / METADATA).write_bytes(pickle.dumps(metadata)[:-9])
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (_missing, f"{FILES[1]}: missing, and .metadata lists it"),
-        (_truncated, f"{FILES[1]}: 'model.b' at [0]: it ends at byte"),
-        (_foreign, "__2_0.distcp: nothing in .metadata lies in it"),
-        (_no_file, ".metadata: it cannot be read: it is a directory, expected a regular file"),
-        (_both_formats, "model.safetensors of Hugging Face; move one of the two"),
-        (_exchanged, "the file has [3, 3] float32, .metadata says [3, 2] float32; it is of another checkpoint"),
-        (_other_type, ".metadata says [5] int32"),
-        (_zeros, f"{FILES[1]}: 'model.b' at [0]: it is no archive of torch.save"),
-        (_hole, "'model.w': no chunk holds [4:7, 0:2]"),
-        (_overlap, "'model.w': chunks [4:7, 0:2] and [4:7, 1:4] overlap"),
-        (_twice, "'model.w': chunks [0:4, 0:5] and [0:4, 0:5] overlap"),
-        (_beyond, "'model.w': chunk [6:10, 0:5] lies outside the tensor [0:7, 0:5]"),
-        (_nowhere, "'model.b': its chunk at [0] lies in no file"),
-        (_same_bytes, "'model.b' at [0] and 'model.c' at [0] lie in the same bytes"),
-        (_same_name, "'w at [0, 0]': several tensors or chunks are called so"),
-        (_outside, "'model.b' (str): its file is '../__1_0.distcp'"),
-        (_compressed, "it was written through ['zstd']"),
-        (_dict_as_list, "its state_dict_metadata or storage_data is missing"),
-        (_cut_metadata, ".metadata: these are no metadata of torch.distributed.checkpoint, or they are damaged"),
-    ],
-)
-def test_a_damaged_folder_is_refused_by_name(tmp_path: Path, damage: Change, words: str) -> None:
+@pytest.mark.parametrize("words", DAMAGES)
+def test_a_damaged_folder_is_refused_by_name(tmp_path: Path, words: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        read_checkpoint(made(tmp_path / "c", damage), None)
+        read_checkpoint(made(tmp_path / "c", DAMAGES[words]), None)
     assert str(tmp_path) in str(caught.value) or words.startswith("'")
     assert words in str(caught.value)
 
@@ -311,7 +267,7 @@ def test_nothing_that_metadata_name_is_run(tmp_path: Path) -> None:
 
 
 def one_archive(archive: bytes) -> Change:
-    """Put an archive in the place of model.b's, at the end of its file."""
+    """Replace model.b's archive with this one, at the end of its file."""
 
     def put(metadata: said.Metadata, path: Path) -> None:
         place = metadata.storage_data[said.MetadataIndex("model.b", (0,))]
@@ -323,7 +279,7 @@ def one_archive(archive: bytes) -> Change:
 
 
 def rezipped(value: Any, compression: int = zipfile.ZIP_STORED, without: str = "", **changed: bytes) -> bytes:
-    """An archive of torch.save whose entries are changed, by the ends of their names, or left out."""
+    """Return a torch.save archive with entries changed or removed; name suffixes select the entries."""
     stream = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(saved(value))) as old, zipfile.ZipFile(stream, "w", compression) as new:
         for name in old.namelist():

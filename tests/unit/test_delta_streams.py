@@ -1,4 +1,4 @@
-"""Two processes' ends (here: two threads) exchange what has changed, over gloo or NIXL; whatever is wrong is found."""
+"""Two peers (here: two threads) exchange deltas over gloo or NIXL; every corruption is detected."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from numpy.testing import assert_array_equal
 
-from refitd.copy_services.arena_pieces import ArenaPiece
-from refitd.copy_services.base import DigestMismatch
-from refitd.copy_services.conversions import converted
-from refitd.copy_services.delta_codec import Encoding, Note
-from refitd.copy_services.exchange import DIRECT
-from refitd.copy_services.pace import Pace
-from refitd.copy_services.pieces import Base
+from refitd.copy_services import DIRECT, DigestMismatch
+from refitd.copy_services.deltas import Encoding, Note, Pace
+from refitd.copy_services.pieces import ArenaPiece, Base
 from refitd.copy_services.streams import InFlight, Stream
 from refitd.copy_services.windows import WindowExchange, _doing
+from refitd.describe.casts import converted
 from refitd.errors import TransportError
 from tests.support.service_threads import SERVICES, TIMEOUT_S, ServiceThreads
 
@@ -38,13 +35,13 @@ class Ends(ServiceThreads):
         super().__init__(service, ("sender", "receiver"), MESSAGE_BYTES, {} if sender is None else {0: sender})
 
     def exchange(
-        self, sent: list[ArenaPiece], received: list[ArenaPiece], *, verify: bool = True, timeout: float = TIMEOUT_S
+        self, sent: list[ArenaPiece], received: list[ArenaPiece], *, verify: bool = True, first_s: float | None = None
     ) -> list[Any]:
-        """Return each end's result, or its error."""
+        """Return each end's result, or its error; the sender's timeout is `first_s`, if it has its own."""
         for number, (give, take) in enumerate(zip(sent, received, strict=True)):
             self.services[0].send(number, give, 1)
             self.services[1].receive(number, take, 0)
-        return self.run(timeout=timeout, verify=verify)
+        return self.run(first_s=first_s, verify=verify)
 
 
 @pytest.fixture(scope="module", params=SERVICES)
@@ -55,7 +52,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
 
 
 def based(words: Words, base: Words, cast: int = 0, version: str = "v1") -> ArenaPiece:
-    """A piece whose elements were those of `base` in an earlier version."""
+    """Return a piece whose earlier version is `base`."""
     element = 2 if cast else words.itemsize
     piece = ArenaPiece(words, cast, element)
     piece.base = Base(piece if base is words else ArenaPiece(base, cast, element), version)
@@ -64,7 +61,7 @@ def based(words: Words, base: Words, cast: int = 0, version: str = "v1") -> Aren
 
 @st.composite
 def boxes(draw: st.DrawFn) -> tuple[Words, Words, int, bool]:
-    """New words, those before, their conversion, and whether they lie in columns."""
+    """Draw the new words, the base words, their conversion, and whether they are stored by columns."""
     cast = draw(st.sampled_from([0, 0, FLOAT32_TO_BFLOAT16]))
     kind = np.uint32 if cast else draw(st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64, np.complex128]))
     shape = draw(st.sampled_from([(1,), (37,), (40, 30), (131, 257), (3, 30_000), (1, 5, 7)]))
@@ -81,7 +78,7 @@ def boxes(draw: st.DrawFn) -> tuple[Words, Words, int, bool]:
 def test_what_arrives_is_what_was_sent(
     ends: Ends, cases: list[tuple[Words, Words, int, bool]], beside: bool, all_based: bool
 ) -> None:
-    """Over the version before, or `beside` it, as where arenas are exchanged; contiguous or not; converted or not."""
+    """Write over the base or `beside` it (as with exchanged arenas); contiguous or not, converted or not."""
     sent, received, wanted, places = [], [], [], []
     for number, (new, before, cast, in_columns) in enumerate(cases):
         want, held = (converted(cast, words) if cast else words for words in (new, before))
@@ -122,7 +119,7 @@ def test_only_equal_bases_are_used_and_only_where_digests_prove_it(ends: Ends, v
         new, live = before + np.uint16(5), before.copy()
         new[7] = 1
         _, taken = ends.exchange([based(new, new.copy())], [based(live, live, version=version)], verify=verify)
-        if verify and version == "v1":  # the sender's "v1" is another than the receiver's
+        if verify and version == "v1":  # the "v1" of the sender differs from the receiver's
             assert isinstance(taken, DigestMismatch)
             continue
         assert_array_equal(live, new)
@@ -158,7 +155,7 @@ def test_a_base_that_was_changed_is_found_by_who_holds_it(ends: Ends) -> None:
 
 
 class Liar(WindowExchange):
-    """Says of each message that it comes as `note`, with `body`."""
+    """A sender that announces each message with `note` and `body`."""
 
     note = Note(Encoding.GAPS_8, 1, 3)
     body = bytes(3)
@@ -175,7 +172,7 @@ class Liar(WindowExchange):
             line_note, line._note = line._note, note
             line._length = lambda number: len(liar.body)
             body = torch.frombuffer(bytearray(liar.body or b"-"), dtype=torch.uint8)
-            line._post_body = lambda number: self._post(stream, number, body)
+            line._post_body = lambda number: line._post(number, body)
         return line
 
 
@@ -196,7 +193,7 @@ def test_a_delta_that_cannot_be_is_refused(service: str, note: Note, body: bytes
     try:
         before = np.arange(1000, dtype=np.uint16)
         live = before.copy()
-        _, taken = ends.exchange([based(before + np.uint16(0), before)], [based(live, live)], timeout=0.4)
+        _, taken = ends.exchange([based(before + np.uint16(0), before)], [based(live, live)], first_s=1.0)
         assert isinstance(taken, TransportError) and found in str(taken)
     finally:
         ends.close()

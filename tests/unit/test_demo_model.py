@@ -1,4 +1,4 @@
-"""The demo's model computes the same in every layout, and says truthfully how it is cut."""
+"""The demo's model computes equal results in every layout, and its descriptions match its shards."""
 
 from __future__ import annotations
 

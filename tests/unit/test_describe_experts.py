@@ -1,4 +1,4 @@
-"""What Megatron's modules say of their experts beyond attributes: brute force over whole tensors."""
+"""Descriptions of experts in Megatron's modules, checked by brute force over whole tensors."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def side(sizes: Sizes, first: int, make: Callable[[Sizes, Sizes], Experts]) -> d
 
 
 def check(source: Any, target: Any) -> None:
-    """Plan, perform every row, and compare with what the targets' own construction holds."""
+    """Plan, copy every row, and compare with the tensors that the targets construct."""
     found = [Roster(rank, metas) for rank, (metas, _) in source.items()]
     found += [Roster(rank, (), metas) for rank, (metas, _) in target.items()]
     held = {(rank, name): np.asarray(v, np.int64) for rank, (_, local) in source.items() for name, v in local.items()}
@@ -128,7 +128,7 @@ SIZES: Sequence[Sizes] = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4))
 @pytest.mark.parametrize(("one", "other"), list(itertools.product(("grouped", "modules", "fused"), repeat=2)))
 def test_experts_arrive_whatever_holds_them_and_however_they_are_cut(one: str, other: str, gated: bool) -> None:
     for here, there in itertools.product(SIZES, repeat=2):
-        says = "config" if (here[0] + there[1]) % 2 else "sizes"  # else the sizes of fc1 and fc2 say it
+        says = "config" if (here[0] + there[1]) % 2 else "sizes"  # otherwise the sizes of fc1 and fc2 show it
         check(
             side(here, 0, lambda i, p: Experts(one, i, p, gated=gated, says=says, is_stamped=True)),  # noqa: B023
             side(there, 8, lambda i, p: Experts(other, i, p, gated=gated, says=says, is_stamped=True)),  # noqa: B023
@@ -174,7 +174,7 @@ def test_a_dense_gated_fc1_that_is_stamped_1_is_gated() -> None:
     assert [m.partition_stride for m in metas] == [2, 2]
     module.config.gated_linear_unit = False
     assert [m.partition_stride for m in describe_module(module, 0, {"tp": [0, 1]})] == [1, 1]
-    module.linear_fc1.weight.partition_stride = 2  # who says 2 knows
+    module.linear_fc1.weight.partition_stride = 2  # an explicit stride of 2 is used as it is
     assert describe_module(module, 0, {"tp": [0, 1]})[0].partition_stride == 2
 
 

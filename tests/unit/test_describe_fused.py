@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from refitd import ParameterMetadata, PlanError, Repeat, Roster, Tile
-from refitd.describe.compact import without_ranks
-from refitd.describe.fused import interleaved_qkv, packed, packed_qkv, stacked, without_padding
-from refitd.describe.layout import tiles_of
+from refitd.describe.layout import tiles_of, without_ranks
 from refitd.plan.build import plan_copies
-from refitd.plan.validate import violations
 from refitd.testing import oracle
+from tests.support.fused import interleaved_qkv, packed, packed_qkv, stacked, without_padding
 from tests.support.layouts import meta, replicated, rosters, tp
+from tests.support.plans import violations
 
 Side = dict[int, ParameterMetadata]
 QKV = ("q", "k", "v")

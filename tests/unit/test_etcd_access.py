@@ -1,4 +1,4 @@
-"""Who a coordinator is to etcd, and etcd to it: certificates, users, and files that hold secrets."""
+"""Authentication between a coordinator and etcd: certificates, users and secret files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from refitd.config import EtcdConfig, EtcdPlace
-from refitd.coordinator.journals.etcd import EtcdJournal
+from refitd.coordinator.journals.base import SwapRecord
+from refitd.coordinator.journals.etcd import EtcdJournal, Lead
 from refitd.coordinator.journals.gateway import Gateway, NotReached, Refused
-from refitd.coordinator.journals.lead import Lead
-from refitd.coordinator.records import SwapRecord
 from refitd.errors import CommitError
 from refitd.testing import eventually
 from tests.support import etcd
@@ -27,7 +26,7 @@ DECIDED = SwapRecord("s1", "policy", 4, "decided", "plan", "", 1.0, b"{}", "r")
 
 
 def certificate(folder: Path, name: str, address: str) -> tuple[str, str, str]:
-    """Make an authority and one certificate of it; return the files ca, cert and key."""
+    """Make an authority and a certificate that it signs; return the files ca, cert and key."""
     now = datetime.datetime.now(datetime.UTC)
     keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
     authority = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"{name} authority")])

@@ -1,4 +1,4 @@
-"""The journal in etcd: who may write it, what a lost answer means, and what it refuses to continue."""
+"""The journal in etcd: only one writer, lost answers are resolved, and an unfit journal is not continued."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from itertools import count
 import pytest
 
 from refitd.config import EtcdConfig, EtcdPlace
+from refitd.coordinator.journals import etcd as lead_module
 from refitd.coordinator.journals import gateway as gateway_module
-from refitd.coordinator.journals import lead as lead_module
-from refitd.coordinator.journals.base import LeadLost
-from refitd.coordinator.journals.etcd import EtcdJournal, check_place
+from refitd.coordinator.journals.base import LeadLost, LiveVersion, SwapRecord
+from refitd.coordinator.journals.etcd import LEASE_S, EtcdJournal, Lead, boot_clock, check_place
 from refitd.coordinator.journals.gateway import Gateway, Json, NotReached, Refused
-from refitd.coordinator.journals.lead import LEASE_S, Lead, boot_clock
-from refitd.coordinator.records import LiveVersion, SwapRecord
 from refitd.errors import CommitError
-from refitd.testing.cluster import free_port
+from refitd.testing.daemon import free_port
 from tests.support import etcd
 
 pytestmark = pytest.mark.skipif(bool(etcd.MISSING), reason=etcd.MISSING)
@@ -39,7 +37,7 @@ def place(server: etcd.Etcd) -> EtcdPlace:
 
 
 class Line(Gateway):
-    """A way to etcd that loses requests or answers of transactions, as told."""
+    """A proxy to etcd that loses requests or answers of transactions on demand."""
 
     fate = ""  # "request": none arrives; "answer": etcd has carried it out; "first answer": of one try only
 
@@ -139,7 +137,7 @@ def test_a_leader_that_etcd_does_not_answer_leads_until_its_lease_ends(
     journal.guard()
     with pytest.raises(CommitError, match=r"no majority of etcd has answered .*cut off.*etcdctl endpoint status"):
         monkeypatch.setattr("refitd.coordinator.journals.etcd.WRITE_S", 0.05)
-        journal.write(DECIDED)  # it was certainly not written: it may be tried again
+        journal.write(DECIDED)  # certainly not written, so it may be retried
     clock.ahead = LEASE_S + 0.1
     with pytest.raises(LeadLost):
         journal.guard()
@@ -200,7 +198,7 @@ def test_a_request_that_arrives_late_does_nothing(line: EtcdJournal, place: Etcd
     line.write(replace(DECIDED, swap="s2", version=5))
     for body in late:
         assert not ask("kv/txn", body, 1.0).get("succeeded")
-    line.write(replace(DECIDED, swap="s3", version=6))  # and harms nothing
+    line.write(replace(DECIDED, swap="s3", version=6))  # the repeated requests had no effect
     assert line.live("policy") == LiveVersion(6, "r", 3, "s3")
 
 
@@ -306,7 +304,7 @@ def test_reports_are_packed(server: etcd.Etcd, place: EtcdPlace) -> None:
     found.close()
 
 
-# --- an etcd that is not as it should be ------------------------------------------------------------------
+# --- an etcd that is out of order -------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -326,7 +324,7 @@ def test_an_etcd_that_is_full_refuses_decisions_until_there_is_room() -> None:
         server.ctl("alarm", "disarm")
         journal.write(replace(DECIDED, swap="last", version=7))
         assert journal.live("policy") == LiveVersion(7, "r", written + 1, "last")
-        assert journal.recent("", 2)[1].state == "committed"  # what could not be noted was written first
+        assert journal.recent("", 2)[1].state == "committed"  # the notes that failed before were written first
         journal.close()
 
 

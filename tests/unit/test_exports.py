@@ -1,4 +1,4 @@
-"""What `refitd` exports can be imported, and type checkers know what it is."""
+"""The exports of `refitd`, their types, and the tree of errors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import msgspec
 import pytest
 
 import refitd
+import refitd.copy_services
+from refitd.errors import RefitdError, _all_errors, from_code
 from refitd.protocol.codec import Decoder, encode
 from refitd.protocol.reports import SwapReport
 from tests.support import programs
@@ -27,12 +29,8 @@ def trainer(client: refitd.Client, module: nn.Module) -> refitd.Source:
     return client.register_source("policy", module)
 
 
-def applied(commit: refitd.Commit) -> None:
-    assert_type(commit.version, int)
-
-
 def engine(client: refitd.Client, module: nn.Module) -> refitd.SwapReport:
-    target: refitd.Target = client.register_target("policy", module, replica="a", on_commit=applied)
+    target: refitd.Target = client.register_target("policy", module, replica="a")
     assert_type(target.poll(), int | None)
     report = client.swap("policy", 3)
     assert_type(report.outcome, refitd.SwapOutcome)
@@ -85,3 +83,20 @@ def test_enums_are_their_strings_in_json_and_on_the_wire() -> None:
     _, found = Decoder[SwapReport](SwapReport).decode(encode(0, report))
     assert found == report and found.outcome is refitd.SwapOutcome.DECIDED and f"{found.outcome}" == "decided"
     assert encode(0, report) == encode(0, SwapReport("s", "m", 1, "decided"))
+
+
+# --- Errors are sent between processes as (code, message) and decoded to their original types. ----------
+
+
+assert refitd.copy_services  # its errors belong to the tree
+
+
+@pytest.mark.parametrize("kind", _all_errors())
+def test_every_error_comes_back_as_itself(kind: type[RefitdError]) -> None:
+    error = from_code(kind.code, "what happened")
+    assert type(error).code == kind.code
+    assert str(error) == "what happened"
+
+
+def test_an_unknown_code_is_still_an_error_of_ours() -> None:
+    assert type(from_code("from-the-future", "x")) is RefitdError

@@ -1,7 +1,8 @@
-"""Files that a user names: a FIFO, a device or a socket there is refused, without a wait."""
+"""Files that a user names are regular ones; one daemon locks a directory."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -14,23 +15,16 @@ import pytest
 from refitd.config import MAX_CONFIG_BYTES, EtcdConfig, EtcdPlace, load
 from refitd.coordinator.journals.file import FileJournal
 from refitd.coordinator.journals.gateway import Gateway
-from refitd.errors import CommitError, ConfigError
-from refitd.offline.files import read_file
-from refitd.protocol import keys
-from refitd_cli.bundle import _end
-
-
-def _fifo(path: Path) -> None:
-    os.mkfifo(path, 0o600)
+from refitd.errors import CommitError, ConfigError, RefusedError
+from refitd.files import read_file
+from refitd.protocol import directory, keys
+from refitd.protocol.directory import LOCK, DirectoryLock
+from refitd_cli.commands.support_bundle import _end
 
 
 def _socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(path))
-
-
-def _device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
 
 
 def _gateway(**options: str) -> Gateway:
@@ -52,7 +46,12 @@ READERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize(
     ("put", "what"),
-    [(_fifo, "a FIFO"), (_socket, "a socket"), (_device, "a character device"), (Path.mkdir, "a directory")],
+    [
+        (os.mkfifo, "a FIFO"),
+        (_socket, "a socket"),
+        (lambda path: path.symlink_to("/dev/zero"), "a character device"),
+        (Path.mkdir, "a directory"),
+    ],
 )
 def test_a_file_that_is_not_regular_is_refused_and_never_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, put: Callable[[Path], None], what: str
@@ -79,3 +78,43 @@ def test_a_command_whose_configuration_is_a_fifo_ends_with_an_error(tmp_path: Pa
     started = [str(Path(sys.executable).with_name(program)), *arguments, str(path)]
     ran = subprocess.run(started, check=False, capture_output=True, text=True, timeout=60)
     assert ran.returncode != 0 and "it is a FIFO, expected a regular file; pass --config FILE" in ran.stderr
+
+
+# --- Daemons that lock one runtime directory: the second is refused, and the refusal names the first. ---
+
+
+def test_a_refusal_names_the_owner(tmp_path: Path) -> None:
+    lock = DirectoryLock(tmp_path)
+    with pytest.raises(RefusedError, match=rf"\(pid {os.getpid()}\) is already listening"):
+        DirectoryLock(tmp_path)
+    lock.release()
+    DirectoryLock(tmp_path).release()
+
+
+@pytest.mark.parametrize("before", [b"", b"4194305\n", b"what?"], ids=["new", "a dead predecessor", "garbage"])
+def test_an_owner_that_has_not_written_its_id_yet_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bytes
+) -> None:
+    (tmp_path / LOCK).write_bytes(before)
+    with (tmp_path / LOCK).open("r+b", buffering=0) as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        # it writes while it is waited for
+        monkeypatch.setattr(directory.time, "sleep", lambda _: (owner.truncate(0), owner.write(b"1\n")))
+        with pytest.raises(RefusedError, match=r"\(pid 1\) is already listening"):
+            DirectoryLock(tmp_path)
+
+
+def test_an_owner_that_never_writes_its_id_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "_OWNER_S", 0.05)
+    with (tmp_path / LOCK).open("wb") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        with pytest.raises(RefusedError, match=r"\(pid unknown\) is already listening"):
+            DirectoryLock(tmp_path)
+
+
+def test_an_owner_that_ends_while_it_is_asked_for_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = (tmp_path / LOCK).open("wb")
+    fcntl.flock(owner, fcntl.LOCK_EX)
+    monkeypatch.setattr(directory.time, "sleep", lambda _: owner.close())
+    DirectoryLock(tmp_path).release()
+    assert owner.closed

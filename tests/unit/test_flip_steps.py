@@ -11,17 +11,24 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
 
-from refitd.client.steps import PollSteps
-from refitd.coordinator.steps import MISSING_S, PATIENCE_S, ROUNDS, CommitAtStep, FlipSteps, Pass, Silent
+from refitd.client.commit_state import PollSteps
+from refitd.commit.lockstep import CALLERS_STEP, LOCKSTEP, Reached, meeting, meeting_late
+from refitd.commit.steps import MISSING_S, PATIENCE_S, ROUNDS, CommitAtStep, FlipSteps, Pass, Silent
 from refitd.errors import RefusedError
-from refitd.lockstep import CALLERS_STEP, LOCKSTEP, Reached, meeting, meeting_late
 
 COUNTS = st.dictionaries(st.text(max_size=3), st.integers(0, 1 << 40), min_size=2, max_size=8)
 
 
-def rank(number: int, world: int = 2, staged: str | None = "s", replica: str = "r", *, lockstep: bool = True) -> Any:
-    added = SimpleNamespace(replica=replica, rank=number, world_size=world, lockstep=lockstep)
-    return SimpleNamespace(id=f"{replica}{number}", added=added, staged=staged, staged_version=2, version=1)
+def rank(
+    number: int,
+    world: int = 2,
+    staged: str | None = "s",
+    replica: str = "r",
+) -> Any:
+    added = SimpleNamespace(replica=replica, rank=number, world_size=world)
+    return SimpleNamespace(
+        id=f"{replica}{number}", added=added, in_lockstep=True, staged=staged, staged_version=2, version=1
+    )
 
 
 def polls(told: list[CommitAtStep | Pass | Silent]) -> dict[int, int]:
@@ -109,7 +116,7 @@ def test_ranks_are_told_once_all_of_their_replica_have_said_where_they_are() -> 
     assert steps.due([*ranks, *other], now=0.2) == []
     steps.reached(
         "s", ranks[1], Reached(43, "before", "poll"), now=0.3
-    )  # it had not heard of it, or its daemon has not
+    )  # the rank or its daemon has not received the first message
     assert steps.due([*ranks, *other], now=0.3) == [CommitAtStep("s", ranks[1], 43, "s")]
 
 
@@ -120,7 +127,7 @@ def test_a_rank_that_has_left_or_taken_the_version_over_is_not_waited_for_and_do
     assert steps.due(ranks, now=0.1) == [CommitAtStep("s", ranks[0], 42)]
     ranks[0].staged = "t"
     steps.reached("t", ranks[0], Reached(50), now=1.0)
-    assert steps.due(ranks[:1], now=1.1) == []  # another coordinator may hear of the second one yet
+    assert steps.due(ranks[:1], now=1.1) == []  # a new coordinator may still learn of the second rank
     assert steps.next_deadline() == 1.0 + MISSING_S
     assert steps.due(ranks[:1], now=1.1 + MISSING_S) == []  # it is inside a step
     steps.reached("t", ranks[0], Reached(51, "", "poll"), now=5.0)
@@ -172,16 +179,8 @@ def test_a_rank_that_has_given_up_waiting_is_not_waited_for_by_the_one_that_was_
     assert polls(steps.due(ranks, now=31.0)) == {1: 42}
 
 
-def test_a_rank_with_a_commit_point_of_its_own_is_not_waited_for_and_the_others_are_told_apart() -> None:
-    steps, ranks = FlipSteps(), [rank(0), rank(1, lockstep=False)]
-    steps.reached("s", ranks[0], Reached(41, "before"), now=0.0)
-    (told,) = steps.due(ranks, now=0.0)
-    assert isinstance(told, CommitAtStep) and told.step == 42 and not told.origin
-    assert told.apart == "rank 1 has a commit point of its own (on_commit, on_pause or agree)"
-
-
 def unregistered(*ranks: Any, origin: str = "before") -> FlipSteps:
-    """The first rank was told to flip in its poll 42, as a new coordinator had not heard of the others."""
+    """Return steps where rank 0 must flip in its poll 42, because a new coordinator did not know the other ranks."""
     steps = FlipSteps()
     for poll, now in ((41, MISSING_S), (42, MISSING_S + 0.1)):
         steps.reached("s", ranks[0], Reached(poll, origin, "poll"), now=now - MISSING_S)
@@ -224,20 +223,7 @@ def test_a_rank_that_registers_when_the_others_have_flipped_flips_in_their_poll_
     assert isinstance(told, CommitAtStep) and told.step == 43 and "after the others" in told.apart
     for one in ranks:
         one.staged = None
-    assert steps.due(ranks, now=99.0) == [] and not steps._waiting
-
-
-def test_a_late_rank_shares_no_poll_with_ranks_that_were_told_several() -> None:
-    steps, ranks = FlipSteps(), [rank(number, world=3) for number in range(3)]
-    for one, count in zip(ranks, (41, 3), strict=False):
-        steps.reached("s", one, Reached(count, "before", "poll"), now=0.0)
-    assert {type(order) for order in steps.due(ranks[:2], now=MISSING_S)} == {Pass}
-    for one, count in zip(ranks, (42, 4), strict=False):
-        steps.reached("s", one, Reached(count, "before", "poll"), now=4.0)
-    assert polls(steps.due(ranks[:2], now=4.0)) == {0: 42, 1: 4}
-    steps.reached("s", ranks[2], Reached(2, "before"), now=9.0)
-    (told,) = steps.due(ranks, now=9.0)
-    assert isinstance(told, CommitAtStep) and "after the others" in told.apart
+    assert steps.due(ranks, now=99.0) == [] and not steps.waiting
 
 
 @example(42 - LOCKSTEP, "", "before")
@@ -295,7 +281,7 @@ def test_ranks_of_a_replica_that_serves_nothing_flip_at_once_and_have_no_common_
 def test_nothing_is_kept_of_ranks_that_are_gone() -> None:
     steps = FlipSteps()
     steps.reached("s", rank(0), Reached(1), now=0.0)
-    assert steps.due([], now=MISSING_S + 1) == [] and not steps._waiting
+    assert steps.due([], now=MISSING_S + 1) == [] and not steps.waiting
 
 
 def test_a_callers_step_only_goes_up() -> None:
@@ -307,7 +293,7 @@ def test_a_callers_step_only_goes_up() -> None:
     assert steps.reached("s", "m").step == 8 and steps.reached("s", "m").origin == CALLERS_STEP
     steps.flip(9, "s")
     steps.flipped()
-    assert steps.reached("t", "m").step == 8  # its caller goes on counting
+    assert steps.reached("t", "m").step == 8  # its caller continues to count
     with pytest.raises(RefusedError, match="step is 7, after 7"):
         steps.count(7, begin=False)  # it has begun
     for _ in range(2):
@@ -329,10 +315,10 @@ def test_before_a_callers_step_0_nothing_has_begun() -> None:
 
 
 class Lockstep:
-    """Ranks that poll before every step, none of which ends before all have begun it, and their coordinator.
+    """Ranks that poll before every step, and their coordinator. No rank ends a step before all ranks have begun it.
 
-    Messages arrive in order, at any time. `pick(n)` chooses which of n things happens next. Ranks that `wait` may also
-    stand in `wait` before a step, and leave it with a version or without.
+    Messages arrive in order, at any time. `pick(n)` chooses which of n things happens next. If `waits` is set,
+    ranks may also call `wait` before a step, which returns with or without a version.
     """
 
     def __init__(self, counts: list[int], pick: Any, *, by_caller: bool, in_time: bool, waits: bool = False) -> None:
@@ -344,7 +330,7 @@ class Lockstep:
             self.come_back(number, count)
         self.steps = FlipSteps()
         self.now = 0.0
-        self.step = [0] * world  # that the rank is in, or polls before
+        self.step = [0] * world  # the step that the rank is in or polls before
         self.where = ["before"] * world
         self.to_rank: list[deque[Any]] = [deque() for _ in counts]
         self.to_coordinator: list[deque[Any]] = [deque() for _ in counts]
@@ -356,7 +342,7 @@ class Lockstep:
             self.counters[number].count(None)
 
     def swap(self, name: str) -> tuple[set[int], bool]:
-        """Return the steps before which ranks flipped, and whether it was said that they may differ."""
+        """Return the steps before which ranks flipped, and whether a warning said that they may differ."""
         self.name, self.flipped, self.apart = name, {}, False
         for number, member in enumerate(self.members):
             member.staged = name

@@ -1,9 +1,9 @@
-"""A source is looked at again whenever it is published: what replaced its tensors is published, or refused by name."""
+"""Each publish reads the source's tensors again: replaced tensors are published, or refused by name."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,21 +11,22 @@ import torch
 from torch import nn
 
 from refitd import ParameterMetadata, RefusedError
-from refitd.buffers.arena import MappedArena, create
 from refitd.buffers.layout import packed_offsets
-from refitd.client.mxfp8 import SourceTensors, TargetTensors
 from refitd.client.slots import SourceSlots
 from refitd.client.source import Source
-from refitd.describe.digests import digest_of
+from refitd.client.source_tensors import SourceTensors
+from refitd.client.target_tensors import TargetTensors
 from refitd.describe.module import RankGroups
+from refitd.describe.ties import digest_of
 from refitd.errors import CommitError
 from refitd.protocol import local
 from refitd.protocol.base import Message
 from refitd.protocol.shards import shard_of
+from tests.support.arenas import arena_of
 
 
 class Daemon:
-    """Grants slot 0, takes what is published and lent, and may do something between the two."""
+    """A daemon that grants slot 0, accepts publish and lend, and may act between the two."""
 
     is_foreign = is_awaited = is_lost = False
 
@@ -58,24 +59,22 @@ class Daemon:
 
 
 class Trainer:
-    def __init__(self, given: Any, *, pull: bool | None = False, **options: Any) -> None:
+    def __init__(self, given: Any, **options: Any) -> None:
         self.tensors = SourceTensors(
             given, 0, options.get("metadata"), options.get("groups"), None, options.get("offer")
         )
         sizes = [t.numel() * t.element_size() for t in self.tensors.tensors]
         self._offsets, nbytes = packed_offsets(sizes)
-        fd = create(nbytes, "test")
-        self.slot = MappedArena(fd, nbytes, write=True)
-        os.close(fd)
+        self.slot = arena_of(nbytes)
         self.daemon = Daemon()
-        registered = local.SourceRegistered(member="m", slots=(0,), nbytes=nbytes)
+        registered = local.Registered(member="m", slots=(0,), nbytes=nbytes)
         message = local.RegisterSource(model="policy", rank=0, world_size=1, shard=shard_of(self.tensors.wire))
         slots = SourceSlots(message, registered, (self.slot,))
         line: Any = self.daemon
-        self.source = Source(line, line, "policy", self.tensors, registered, slots, pull)
+        self.source = Source(line, line, "policy", self.tensors, registered, slots)
 
     def published(self, name: str, version: int) -> torch.Tensor:
-        """Publish; return what lies in the slot."""
+        """Publish; return the tensor in the slot."""
         self.source.publish(version)
         index = self.tensors.names.index(name)
         like = self.tensors.tensors[index]
@@ -90,126 +89,83 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
-def assign(model: nn.Module) -> None:
-    model.load_state_dict({name: torch.full_like(t, 7) for name, t in model.state_dict().items()}, assign=True)
-
-
-def data(model: nn.Module) -> None:
-    model[0].weight.data = torch.full((4, 3), 7.0)
-
-
-def parameter(model: nn.Module) -> None:
-    model[0].weight = nn.Parameter(torch.full((4, 3), 7.0))
-
-
-def transposed(model: nn.Module) -> None:
-    model[0].weight.data = torch.full((3, 4), 7.0).t()
-
-
-def submodule(model: nn.Module) -> None:
-    model[0] = nn.Linear(3, 4)
-    nn.init.constant_(model[0].weight, 7.0)
-
-
-def removed_and_put_back(model: nn.Module) -> None:
-    del model[0].weight
-    model[0].weight = nn.Parameter(torch.full((4, 3), 7.0))
-
-
 def unwrapped(model: nn.Module) -> None:
-    """What removing a parametrization (weight norm, LoRA that is merged) leaves: the name is the last one now."""
+    """Add and remove a parametrization (as weight norm or merged LoRA do), which moves the name to the end."""
     nn.utils.parametrizations.weight_norm(model[0])
     nn.utils.parametrize.remove_parametrizations(model[0], "weight")
     with torch.no_grad():
         model[0].weight.fill_(7.0)
 
 
-@pytest.mark.parametrize("change", [assign, data, parameter, transposed, submodule, removed_and_put_back, unwrapped])
-def test_what_replaces_a_tensor_of_a_module_is_published(model: nn.Module, change: Callable[[nn.Module], None]) -> None:
+SEVENS = torch.full((4, 3), 7.0)
+REPLACED: dict[str, Callable[[Any], object]] = {
+    "assign": lambda model: model.load_state_dict(
+        {name: torch.full_like(t, 7) for name, t in model.state_dict().items()}, assign=True
+    ),
+    "data": lambda model: setattr(model[0].weight, "data", SEVENS.clone()),
+    "parameter": lambda model: setattr(model[0], "weight", nn.Parameter(SEVENS.clone())),
+    "transposed": lambda model: setattr(model[0].weight, "data", SEVENS.t().contiguous().t()),
+    "submodule": lambda model: nn.init.constant_((model.__setitem__(0, nn.Linear(3, 4)), model[0].weight)[1], 7.0),
+    "removed and put back": lambda model: (
+        delattr(model[0], "weight"),
+        setattr(model[0], "weight", nn.Parameter(SEVENS.clone())),
+    ),
+    "unwrapped": unwrapped,
+}
+
+
+@pytest.mark.parametrize("change", REPLACED)
+def test_what_replaces_a_tensor_of_a_module_is_published(model: nn.Module, change: str) -> None:
     trainer = Trainer(model)
     assert torch.equal(trainer.published("0.weight", 1), model[0].weight)
-    change(model)
-    assert torch.equal(trainer.published("0.weight", 2), torch.full((4, 3), 7.0))
+    REPLACED[change](model)
+    assert torch.equal(trainer.published("0.weight", 2), SEVENS)
 
 
-@pytest.mark.parametrize("pull", [False, True])
-def test_what_is_bound_anew_in_a_dict_is_published_and_lent(pull: bool) -> None:
+def test_what_is_bound_anew_in_a_dict_is_published_and_lent() -> None:
     given = {"w": torch.zeros(4), "v": torch.zeros(2)}
-    trainer = Trainer(given, pull=pull)
+    trainer = Trainer(given)
     given["w"] = torch.full((4,), 7.0)
     assert torch.equal(trainer.published("w", 1), given["w"])
     del given["w"]
     given["w"] = torch.full((4,), 8.0)  # the last of them now
     trainer.source.lend(2)
-    if pull:
-        assert trainer.daemon.said[-1].addresses == (given["w"].data_ptr(), given["v"].data_ptr())  # type: ignore[attr-defined]
-
-
-def free(given: dict[str, torch.Tensor]) -> None:
-    given["w"].untyped_storage().resize_(0)
-
-
-def free_view(given: dict[str, torch.Tensor]) -> None:
-    given["v"].untyped_storage().resize_(0)
-
-
-def shape(given: dict[str, torch.Tensor]) -> None:
-    given["w"] = torch.zeros(5)
-
-
-def dtype(given: dict[str, torch.Tensor]) -> None:
-    given["w"].data = torch.zeros(4, dtype=torch.int32)
-
-
-def gone(given: dict[str, torch.Tensor]) -> None:
-    del given["w"]
-
-
-def more(given: dict[str, torch.Tensor]) -> None:
-    given["x"] = torch.zeros(4)
-
-
-def meta(given: dict[str, torch.Tensor]) -> None:
-    given["w"] = torch.zeros(4, device="meta")
-
-
-def nothing(given: dict[str, torch.Tensor]) -> None:
-    given["w"] = None  # type: ignore[assignment]
-
-
-def sparse(given: dict[str, torch.Tensor]) -> None:
-    given["w"] = torch.ones(4).to_sparse()
-
-
-CHANGES = [free, free_view, shape, dtype, gone, more, meta, nothing, sparse]
 
 
 def base() -> dict[str, torch.Tensor]:
     return {"w": torch.zeros(4), "v": torch.zeros(8)[4:]}
 
 
+# each names its tensor first
+CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "w is freed": lambda given: given["w"].untyped_storage().resize_(0),
+    "v, a view, is freed": lambda given: given["v"].untyped_storage().resize_(0),
+    "w has another shape": lambda given: given.update(w=torch.zeros(5)),
+    "w has another type": lambda given: setattr(given["w"], "data", torch.zeros(4, dtype=torch.int32)),
+    "w is gone": lambda given: given.pop("w"),
+    "x is new": lambda given: given.update(x=torch.zeros(4)),
+    "w is on the meta device": lambda given: given.update(w=torch.zeros(4, device="meta")),
+    "w is nothing": lambda given: given.update(w=None),
+    "w is sparse": lambda given: given.update(w=torch.ones(4).to_sparse()),
+}
+
+
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("pull", [False, True])
-def test_what_is_not_what_was_registered_is_refused_by_name_before_anything_is_read(
-    change: Callable[[dict[str, torch.Tensor]], None], pull: bool
-) -> None:
+def test_what_is_not_what_was_registered_is_refused_by_name_before_anything_is_read(change: str) -> None:
     given = base()
-    trainer = Trainer(given, pull=pull)
-    change(given)
-    name = {"free_view": "v", "more": "x"}.get(change.__name__, "w")
+    trainer = Trainer(given)
+    CHANGES[change](given)
     for act in (trainer.source.publish, trainer.source.lend):
-        with pytest.raises(RefusedError, match=rf"\b{name}\b"):
+        with pytest.raises(RefusedError, match=rf"\b{change[0]}\b"):
             act(1)
     assert trainer.daemon.said == []
 
 
-@pytest.mark.parametrize("change", [free, shape, gone, meta])
-def test_a_tensor_that_goes_while_a_slot_is_waited_for_gives_the_slot_back(
-    change: Callable[[dict[str, torch.Tensor]], None],
-) -> None:
+@pytest.mark.parametrize("change", ["w is freed", "w has another shape", "w is gone", "w is on the meta device"])
+def test_a_tensor_that_goes_while_a_slot_is_waited_for_gives_the_slot_back(change: str) -> None:
     given = base()
     trainer = Trainer(given)
-    trainer.daemon.granting = lambda: change(given)
+    trainer.daemon.granting = lambda: CHANGES[change](given)
     with pytest.raises(RefusedError, match="w"):
         trainer.source.publish(1)
     assert trainer.daemon.kinds() == ["BeginPublish", "Withdraw"]
@@ -285,14 +241,8 @@ def test_a_target_whose_dict_is_bound_anew_fails_its_commit_by_name() -> None:
         tensors.check_unmoved()
 
 
-@pytest.fixture
-def arena() -> Iterator[MappedArena]:
-    fd = create(4096, "live")
-    yield MappedArena(fd, 4096, write=True)
-    os.close(fd)
-
-
-def test_a_tensor_that_leaves_the_arena_it_is_lent_from_is_refused(arena: MappedArena) -> None:
+def test_a_tensor_that_leaves_the_arena_it_is_lent_from_is_refused() -> None:
+    arena = arena_of(4096)
     given = {"w": torch.frombuffer(arena.bytes, dtype=torch.float32, count=4), "e": torch.empty(0, 3)}
     trainer = Trainer(given)
     trainer.tensors.arena_places = trainer.tensors.places({5: arena})
@@ -435,7 +385,7 @@ def test_bytes_of_bools_are_kept_whatever_the_strides() -> None:
     assert torch.equal(trainer.published("w", 1).view(torch.uint8), held.view(torch.uint8))
     to = torch.zeros(4, 2, dtype=torch.bool).t()
     target = TargetTensors({"w": to}, 0, None, None, None)
-    target.read_from(trainer.slot)
+    target.copy(trainer.slot, into_arena=False)
     assert torch.equal(to.view(torch.uint8), held.view(torch.uint8))
     assert target.differing(trainer.slot) is None
     assert digest_of(columns) == digest_of(held)

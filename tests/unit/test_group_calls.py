@@ -1,4 +1,4 @@
-"""Rounds of group calls and slots of puts: both ends derive the same, from numbers alone."""
+"""Rounds of group calls and slots of puts: both ends derive equal schedules from numbers alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import Counter, deque
 
 import pytest
 
+from refitd.copy_services.nccl import MAX_OPERATIONS, rounds
+from refitd.copy_services.nvshmem import SlotLayout, has_arrived, may_put
 from refitd.copy_services.packed import WINDOW
-from refitd.copy_services.rounds import MAX_OPERATIONS, rounds
-from refitd.copy_services.slots import SlotLayout, has_arrived, may_put
 
 Counts = dict[tuple[int, int], int]
 
@@ -42,7 +42,7 @@ def test_a_round_holds_every_streams_next_message() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_no_rank_waits_in_a_circle_and_no_call_is_too_long(seed: int) -> None:
-    """Each rank performs its calls one after the other; a call ends when all its messages have met their other half."""
+    """Each rank performs its calls in order; a call ends when all its messages are matched."""
     rng = random.Random(seed)
     size = rng.choice([2, 3, 5, 8, 129, 130, 300])
     density = rng.choice([0.02, 0.3, 1.0]) if size < 100 else rng.choice([0.05, 1.0])
@@ -112,7 +112,7 @@ def test_a_message_waits_for_room_and_is_seen_once_it_is_there() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_message_is_overwritten_or_lost_in_whatever_order_puts_and_signals_arrive(seed: int) -> None:
-    """One pair: puts and credits are delayed and pass each other at random."""
+    """One pair; puts and credits are delayed and overtake each other at random."""
     rng, slots, total = random.Random(seed), SlotLayout(2, 16), 40
     memory: dict[int, int] = {}
     arrived, freed = [0] * slots.words, [0] * slots.words

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from refitd.commit.decision import Phase
 from refitd.config import Config, Deadlines, ModelConfig
 from refitd.coordinator import actions as act
-from refitd.coordinator.decision import Phase
-from refitd.coordinator.records import SwapRecord
+from refitd.coordinator.journals.base import SwapRecord
 from refitd.coordinator.state import NODE_SILENCE_S
 from refitd.errors import CommitError
 from refitd.protocol import cluster, local
@@ -23,7 +23,7 @@ PAIRS = tuple(local.ModelVersion(model, 2) for model in MODELS)
 
 
 def serving(lost: str = "", order: tuple[str, ...] = MODELS) -> Harness:
-    """Two models at version 1; version 2 is published. A rank of the model `lost` has been lost with its node."""
+    """Return two models at version 1, with version 2 published. A rank of the model `lost` is lost with its node."""
     h = Harness(
         CONFIG, {f"s-{m}": SwapRecord(f"s-{m}", m, 1, "committed", "", "", 1.0, run="x") for m in MODELS}
     ).join()
@@ -39,7 +39,7 @@ def serving(lost: str = "", order: tuple[str, ...] = MODELS) -> Harness:
         h.tick()
         assert set(h.state.nodes) == {"n0"}
     for model in order:
-        h.say("n0", cluster.ShardPublished(member=f"src-{model}", version=2))
+        h.say("n0", local.Publish(member=f"src-{model}", version=2))
     return h
 
 
@@ -84,7 +84,7 @@ def test_a_late_turn_after_a_held_decision_gives_one_outcome(
     told = {m.swap for m in sent if isinstance(m, cluster.CommitStaged)}
     assert told == set(swaps.values()) and "Abort" not in kinds(sent)
     for model, swap in swaps.items():
-        sent = h.say("n0", cluster.MemberCommitted(swap=swap, member=f"a-{model}", paused_s=0.0))
+        sent = h.say("n0", local.CommitDone(swap=swap, member=f"a-{model}", paused_s=0.0))
     assert outcomes(sent) == {"committed"}
     assert h.decided == set(swaps.values()) and {record.state for record in h.journal.values()} == {"committed"}
 
@@ -100,12 +100,12 @@ def test_a_joint_decision_that_is_not_written_aborts_all_its_models() -> None:
 
 
 def test_no_turn_request_or_loss_ends_a_joint_swap_before_the_journal_answers() -> None:
-    """The journal's answer is delayed here; other events arrive first."""
+    """Here the journal's answer is delayed, and other events arrive first."""
     h = serving()
     awaited: list[act.Decide] = []
     handle = h.state.handle
 
-    def held_back(event: act.Event, now: float) -> list[act.Instruction]:
+    def held_back(event: act.Event, now: float, wall: float = 0.0) -> list[act.Instruction]:
         instructions = handle(event, now)
         awaited.extend(i for i in instructions if isinstance(i, act.Decide))
         return [i for i in instructions if not isinstance(i, act.Decide)]
@@ -113,17 +113,42 @@ def test_no_turn_request_or_loss_ends_a_joint_swap_before_the_journal_answers() 
     h.state.handle = held_back  # type: ignore[method-assign]
     swaps = staged(h)
     (decide,) = awaited
-    assert set(decide.swaps) == set(swaps.values())
+    assert {record.swap for record in decide.records} == set(swaps.values())
     (refused,) = h.say("n0", local.AbortSwap("m", "enough"), request=8)
     assert isinstance(refused, local.Failure) and "cannot be aborted" in refused.message
-    h.say("n0", cluster.StageFailed(swap=swaps["d"], where="w", reason="r"))
-    h.say("n0", cluster.RemoveShard(member="a-d", reason="left"))
+    h.say("n0", cluster.StageDone(swap=swaps["d"], where="w", reason="r"))
+    h.say("n0", local.Deregister(member="a-d", reason="left"))
     h.now += 20 * COMMIT_S
     h.state.nodes["n0"].last_heard = h.now
     assert "Abort" not in kinds(h.tick())
     assert {s.running.swap.phase for s in h.state.models.values() if s.running} == {Phase.DECIDING}
     h.sent.clear()
-    h.feed(act.JournalWritten(decide.swaps))
-    h.say("n0", cluster.MemberCommitted(swap=swaps["m"], member="a-m", paused_s=0.0))
+    h.feed(h.written(decide.records))
+    h.say("n0", local.CommitDone(swap=swaps["m"], member="a-m", paused_s=0.0))
     found = [m for _, _, m in h.sent if isinstance(m, SwapReports)]
     assert outcomes(list(found)) == {"committed", "incomplete"}
+
+
+@pytest.mark.parametrize("error", [None, CommitError("disk full")], ids=repr)
+def test_a_rank_that_returns_while_the_journal_writes_learns_the_outcome_afterwards(error: CommitError | None) -> None:
+    h = serving()
+    awaited: list[act.Decide] = []
+    handle = h.state.handle
+
+    def held_back(event: act.Event, now: float, wall: float = 0.0) -> list[act.Instruction]:
+        instructions = handle(event, now)
+        awaited.extend(i for i in instructions if isinstance(i, act.Decide))
+        return [i for i in instructions if not isinstance(i, act.Decide)]
+
+    h.state.handle = held_back  # type: ignore[method-assign]
+    swap = staged(h)["d"]
+    h.say("n0", local.Deregister(member="a-d", reason="its daemon has introduced itself again"))
+    fields = {"version": 1, "run": "x", "staged": swap, "staged_version": 2, "staged_run": "x"}
+    said = h.add("a-d", model="d", replica="a", **fields)
+    assert "Abort" not in kinds(said) and "CommitStaged" not in kinds(said), "the decision may be on disk"
+    h.sent.clear()
+    h.journal_error = error
+    h.feed(h.written(awaited[0].records))
+    told = [m for _, _, m in h.sent if isinstance(m, cluster.CommitStaged | cluster.Abort) and m.swap == swap]
+    assert told and {type(m) for m in told} == {cluster.Abort if error else cluster.CommitStaged}
+    assert h.state.members["a-d"].staged == (None if error else swap)

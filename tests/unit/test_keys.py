@@ -1,9 +1,8 @@
-"""Key files: private where they must be, refused with a next step where they are not right; keygen makes them."""
+"""Key files: secret keys are private, an invalid file is refused with the next step, and keygen makes valid ones."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import tomllib
 from pathlib import Path
@@ -36,9 +35,6 @@ def test_what_is_written_is_read_again_and_only_the_secret_is_private(tmp_path, 
     assert keys.read(secret_path) == pair
     assert keys.read_public(str(public_path)) == keys.read_public(pair.public) == pair.public
     assert pair.secret not in public_path.read_text()
-
-
-def test_secret_is_not_in_the_repr(pair):
     assert pair.public in repr(pair) and pair.secret not in repr(pair)
 
 
@@ -90,69 +86,43 @@ def test_malformed_key_file_is_named_with_the_next_step_and_without_the_secret(t
     assert pair.secret[:-1] not in str(caught.value)
 
 
-def test_what_is_no_file_is_refused_at_once(tmp_path):
-    with pytest.raises(ConfigError, match=r"none\.key: cannot be read: No such file"):
-        keys.read(tmp_path / "none.key")
-    with pytest.raises(ConfigError, match="it is a directory, expected a regular file"):
-        keys.read(tmp_path)
-    os.mkfifo(tmp_path / "fifo.key", 0o600)
-    with pytest.raises(ConfigError, match="it is a FIFO, expected a regular file"):
-        keys.read(tmp_path / "fifo.key")
-
-
-def test_list_is_the_public_files_together_with_comments(tmp_path, pair):
-    other = keys.generate("n1")
-    listed = tmp_path / "allowed"
-    listed.write_text(f"# the cluster\n\n{pair.public_line}\n  {other.public_line}  \n{pair.public_line}\n")
-    assert keys.read_list(listed) == {pair.public: Allowed("n0"), other.public: Allowed("n1")}
-
-
 def test_line_of_a_list_says_which_node_a_key_may_be_and_which_roles_its_clients_have(tmp_path, pair):
-    other, third = keys.generate("n1"), keys.generate("n2")
+    other, third, fourth = (keys.generate(f"n{number}") for number in (1, 2, 3))
     listed = tmp_path / "allowed"
     listed.write_text(
-        f"{pair.public_line} node=n0 roles=engine,operator\n{other.public_line} node=gpu/7\n"
-        f"{third.public_line} roles=trainer\n"
+        f"# the cluster\n\n{pair.public_line} node=n0 roles=engine,operator\n{other.public_line} node=gpu/7\n"
+        f"  {third.public_line} roles=trainer  \n{fourth.public_line}\n{fourth.public_line}\n"
     )
     assert keys.read_list(listed) == {
         pair.public: Allowed("n0", "n0", frozenset({"engine", "operator"})),
         other.public: Allowed("n1", "gpu/7", ALL_ROLES),
         third.public: Allowed("n2", "", frozenset({"trainer"})),
+        fourth.public: Allowed("n3"),
     }
 
 
-@pytest.mark.parametrize("rest", ["roles=", "roles=root", "roles=engine,", "node=", "node=a node=b", "role=engine"])
-def test_line_that_limits_a_key_in_an_unknown_way_is_refused(tmp_path, pair, rest):
+LIMITS = ["roles=", "roles=root", "roles=engine,", "node=", "node=a node=b", "role=engine"]
+NO_LINES = ["n0", "n0 short", "{key}", "n0 {key} more", "a/b {key}", "n0\u00a0{key}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "said"),
+    [
+        *(
+            (f"{{line}} {rest}\n", 0o600, r"line 1 is not `NAME KEY \[node=NAME\] \[roles=ROLE,...\]`")
+            for rest in LIMITS
+        ),
+        *((f"{{line}}\n{other}\n", 0o600, r"allowed: (line 2|byte \d+) is not") for other in NO_LINES),
+        ("{line} roles=engine\n{line}\n", 0o600, "line 2 says of a key what an earlier line does not"),
+        ("# nobody\n", 0o644, "no key in it"),
+        ("{line}", 0o664, "chmod go-w"),
+    ],
+)
+def test_a_list_of_keys_that_is_wrong_is_refused_by_its_line(tmp_path, pair, text, mode, said):
     listed = tmp_path / "allowed"
-    listed.write_text(f"{pair.public_line} {rest}\n")
-    with pytest.raises(ConfigError, match=r"line 1 is not `NAME KEY \[node=NAME\] \[roles=ROLE,...\]`"):
-        keys.read_list(listed)
-
-
-def test_two_lines_that_say_different_things_of_one_key_are_refused(tmp_path, pair):
-    listed = tmp_path / "allowed"
-    listed.write_text(f"{pair.public_line} roles=engine\n{pair.public_line}\n")
-    with pytest.raises(ConfigError, match="line 2 says of a key what an earlier line does not"):
-        keys.read_list(listed)
-
-
-@pytest.mark.parametrize("line", ["n0", "n0 short", "{key}", "n0 {key} more", "a/b {key}", "n0\u00a0{key}"])
-def test_line_of_a_list_that_is_not_name_and_key_is_named(tmp_path, pair, line):
-    listed = tmp_path / "allowed"
-    listed.write_text(f"{pair.public_line}\n{line.format(key=pair.public)}\n")
-    with pytest.raises(ConfigError, match=r"allowed: (line 2|byte \d+) is not"):
-        keys.read_list(listed)
-
-
-def test_empty_list_and_one_that_others_can_write_are_refused(tmp_path, pair):
-    listed = tmp_path / "allowed"
-    listed.write_text("# nobody\n")
-    listed.chmod(0o644)
-    with pytest.raises(ConfigError, match="no key in it"):
-        keys.read_list(listed)
-    listed.write_text(pair.public_line)
-    listed.chmod(0o664)
-    with pytest.raises(ConfigError, match="chmod go-w"):
+    listed.write_text(text.format(line=pair.public_line, key=pair.public))
+    listed.chmod(mode)
+    with pytest.raises(ConfigError, match=said):
         keys.read_list(listed)
 
 
@@ -187,20 +157,18 @@ def test_each_side_gets_its_keys_from_the_configuration(tmp_path, pair):
     )
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://10.1.2.3:7433", "tcp://127.0.0.1:7433"])
+@pytest.mark.parametrize(
+    "endpoint", [f"tcp://{host}:7433" for host in ("10.1.2.3", "127.0.0.1", "0.0.0.0", "localhost")]
+)
 def test_coordinator_without_a_list_and_daemon_without_a_server_key_are_refused(tmp_path, pair, endpoint):
     key, public = keys.write(pair, tmp_path)
     with pytest.raises(ConfigError, match=r"security\.allowed is not set.*refitctl keygen"):
         coordinator_keys(config(endpoint, key=key, server_key=public))
     with pytest.raises(ConfigError, match=r"security\.server_key is not set.*refitctl keygen"):
         daemon_keys(config(endpoint, key=key, allowed=public))
-
-
-def test_configuration_that_was_never_checked_gets_no_open_port_either():
     for keys_of in (coordinator_keys, daemon_keys):
-        for host in ("0.0.0.0", "127.0.0.1", "localhost"):
-            with pytest.raises(ConfigError, match=r"security\.\w+ is not set"):
-                keys_of(config(f"tcp://{host}:7433"))
+        with pytest.raises(ConfigError, match=r"security\.\w+ is not set"):
+            keys_of(config(endpoint))
 
 
 @pytest.mark.parametrize("endpoint", ["", "ipc:///run/refitd/coordinator.sock"])

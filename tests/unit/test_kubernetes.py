@@ -1,4 +1,4 @@
-"""The manifests of configs/kubernetes: what they name is there, and their configuration is one that refitd takes."""
+"""The manifests of configs/kubernetes: all names in them resolve, and refitd accepts their configuration."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def config(name: str, folder: Path, **environ: str) -> Config:
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["1.30", "1.32", "1.34"])
 def test_the_api_s_schemas_take_every_object(version: str) -> None:
-    """It runs where kubernetes-validate is installed, which has the schemas."""
+    """Run only if kubernetes-validate is installed, because it contains the schemas."""
     schemas = pytest.importorskip("kubernetes_validate")
     for one in objects().values():
         schemas.validate(one, version, strict=True)
@@ -124,7 +124,7 @@ def test_users_image_and_keys_are_those_of_the_image_and_of_keygen(tmp_path: Pat
         security = pod(name)["spec"]["securityContext"]
         (main,) = pod(name)["spec"]["containers"]
         assert {**security, **main["securityContext"]}["runAsUser"] == security["fsGroup"] == user
-    # what keygen makes is what the files are called, and what the list takes
+    # file names and list entries match the output of keygen
     for name in ("nodes", "coordinator"):
         keys.write(keys.generate(name), tmp_path)
         assert f"{name}.key" in OBJECTS["Secret", "refitd-keys"]["stringData"]

@@ -1,4 +1,4 @@
-"""Lifelines: the end of a process is noticed however it ended, and by every watcher."""
+"""Lifelines: every watcher notices the end of a process, for any cause."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 class Watcher:
-    """Takes note of an end."""
+    """A watcher that records an end."""
 
     def __init__(self) -> None:
         self.errors: list[refitd.Orphaned] = []

@@ -1,4 +1,4 @@
-"""Log lines: their severities and forms; those whose number others decide are bounded."""
+"""Log lines: severities and forms; lines that peers can cause are limited in number."""
 
 from __future__ import annotations
 

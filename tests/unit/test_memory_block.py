@@ -1,10 +1,9 @@
-"""The tensors that a block registers in modules, and only these, lie in one arena at its end."""
+"""At the end of a block, exactly the tensors that it registered in modules are in one arena."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,35 +13,32 @@ import pytest
 import torch
 from torch import nn
 
-from refitd.buffers.arena import MappedArena, create
 from refitd.client.adopt import Adoption
 from refitd.client.memory_block import MemoryBlock, Space, check_outside
 from refitd.errors import RefusedError
+from tests.support.arenas import arena_of
 
 MIB = 1 << 20
 
 
 class Placement:
-    """An arena of some bytes, a block that fills it, and what `Client.memory` does at its end."""
+    """An arena of `nbytes`, a block that fills it, and the placement that `Client.memory` does at its end."""
 
     def __init__(self, nbytes: int) -> None:
-        fd = create(nbytes, "test")
-        try:
-            self.arena = MappedArena(fd, nbytes, write=True)
-        finally:
-            os.close(fd)
+        self.arena = arena_of(nbytes)
         self.adoption: Adoption | None = None
 
     @contextmanager
     def filled(self) -> Iterator[None]:
-        block = MemoryBlock("policy")
-        block.space = Space(self.arena, block.called)
+        called = "client.memory('policy')"
+        space = Space(self.arena, called)
+        block = MemoryBlock(called, space)
         try:
             with block:
                 yield
-            self.adoption = block.space.adopt(block.roots(), {})
+            self.adoption = space.adopt(block.roots(), {})
         except BaseException:
-            block.space.put_back()
+            space.put_back()
             raise
 
     def holds(self, tensor: torch.Tensor) -> bool:

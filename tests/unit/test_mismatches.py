@@ -1,4 +1,4 @@
-"""What is said of tensors that ranks describe differently, and that what it says to write is accepted."""
+"""Refusals of tensors that ranks describe differently; following their advice gives an accepted plan."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from refitd import ParameterMetadata, PlanError, Roster
-from refitd.describe.renames import rename
-from refitd.names import Padded
+from refitd.describe.renames import Names, rename
+from refitd.names import Padded, Part
 from refitd.plan.build import plan_copies
-from tests.support.layouts import meta, tp
+from tests.support.layouts import tp
 
 WORDS = "embedding.word_embeddings.weight"
 Side = dict[int, Sequence[ParameterMetadata]]
@@ -21,9 +21,8 @@ def cut(name: str, rows: int, ways: int, first: int = 0) -> Side:
     return {rank: [m] for rank, m in tp(name, (rows // ways, 5), ranks).items()}
 
 
-def named(side: Side, rows: int, *, is_target: bool) -> Side:
-    names = {WORDS: Padded(WORDS, rows=rows), "{rest}": "{rest}"}
-    return {rank: rename(metas, names, is_target=is_target) for rank, metas in side.items()}
+def renamed(side: Side, names: Names, *, is_target: bool) -> Side:
+    return {rank: rename(metas, {**names, "{rest}": "{rest}"}, is_target=is_target) for rank, metas in side.items()}
 
 
 def planned(source: Side, destination: Side) -> int:
@@ -46,25 +45,22 @@ def test_vocabularies_padded_differently_are_refused_with_the_names_to_write(
     source, destination = cut(WORDS, *mine), cut(WORDS, *theirs, first=10)
     said = refused(source, destination)
     assert f"({mine[0]}, 5) on rank 0 (source), ({theirs[0]}, 5) on rank 10 (destination)" in said
-    assert "looks like a vocabulary padded to 16 rows on one side and 12 on the other" in said
-    assert f"names={{'{WORDS}': Padded('{WORDS}', rows=N), '{{rest}}': '{{rest}}'}}" in said
-    assert "N is the tokenizer's size, at most 12" in said
-    ten = named(source, 10, is_target=False), named(destination, 10, is_target=True)
-    assert planned(*ten) == 10 * 5 * 2
+    assert f"names= (refitd.names): {{its name: Padded('{WORDS}', rows=N), '{{rest}}': '{{rest}}'}}" in said
+    names = {WORDS: Padded(WORDS, rows=10)}
+    assert planned(renamed(source, names, is_target=False), renamed(destination, names, is_target=True)) == 10 * 5 * 2
 
 
-def test_the_real_rows_are_named_if_one_side_has_stated_them() -> None:
+def test_the_number_of_real_rows_must_be_the_same_on_both_sides() -> None:
     source, destination = cut(WORDS, 12, 2), cut(WORDS, 16, 4, first=10)
-    for said in (
-        refused(named(source, 10, is_target=False), destination),
-        refused(source, named(destination, 10, is_target=True)),
-    ):
-        assert "rows=10)" in said and "10 rows are real, as the padded ranks of the other side say" in said
+    ten = renamed(source, {WORDS: Padded(WORDS, rows=10)}, is_target=False)
+    eleven = renamed(destination, {WORDS: Padded(WORDS, rows=11)}, is_target=True)
+    for target, rows in ((destination, 16), (eleven, 11)):
+        assert f"(10, 5) on rank 0 (source), ({rows}, 5)" in refused(ten, target)
 
 
-def test_other_tensors_of_other_sizes_are_not_taken_for_vocabularies() -> None:
-    said = refused(cut("fc.weight", 12, 2), cut("fc.weight", 16, 4, first=10))
-    assert "check the parallel groups; if a tensor is only some rows of this one" in said
-    assert "Part('fc.weight', rows=..., first=..., whole=16)" in said
-    said = refused({0: [meta("fc.weight", (4, 5))]}, {1: [meta("fc.weight", (4, 6))]})
-    assert said.endswith("it must be the same everywhere, check the parallel groups")
+def test_a_destination_may_ask_for_the_first_of_the_real_rows() -> None:
+    source = renamed(cut(WORDS, 16, 2), {WORDS: Padded(WORDS, rows=14)}, is_target=False)
+    destination = cut(WORDS, 10, 1, first=10)
+    assert f"Part({WORDS!r}, rows=, first=, whole=)" in refused(source, destination)
+    part = renamed(destination, {WORDS: Part(WORDS, rows=10, whole=14)}, is_target=True)
+    assert planned(source, part) == 10 * 5 * 2

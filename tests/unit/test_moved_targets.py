@@ -1,8 +1,7 @@
-"""A target that is not what was registered, in any way, is found at the commit, in every way to commit, by name."""
+"""Every kind of commit detects every difference between a target and its registration, and names the tensor."""
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,9 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from refitd import Derived, MXFP8Buffer
-from refitd.client.callbacks import Commit
-from refitd.client.mxfp8 import TargetTensors
 from refitd.client.target import Target
+from refitd.client.target_tensors import TargetTensors
 from refitd.errors import CommitError
 from refitd.protocol import local
 from refitd.protocol.shards import shard_of
@@ -154,43 +152,28 @@ def test_buffers_in_mxfp8_and_derived_tensors_are_found_by_name() -> None:
         tensors.check_unmoved(is_described=True)
 
 
-WAYS = ("poll", "wait", "on_commit", "on_pause")
+WAYS = ("poll", "wait")
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("where", ["own memory", "arena", "in place"])
+@pytest.mark.parametrize("where", ["copied", "in place"])
 def test_every_way_to_commit_looks(way: str, where: str) -> None:
     daemon, given = Daemon(), {"w": torch.zeros(4)}
-    errors: queue.Queue[BaseException] = queue.Queue()
-
-    def applies(commit: Commit) -> None:
-        try:
-            commit.apply()
-        except CommitError as exc:
-            errors.put(exc)
-            raise
-
     tensors = TargetTensors(given, 0, None, None, None)
     target = Target(
         daemon,  # type: ignore[arg-type]
         daemon,  # type: ignore[arg-type]
         local.RegisterTarget(model="policy", replica="a", rank=0, world_size=1, shard=shard_of(tensors.wire)),
         tensors,
-        local.TargetRegistered(member="m", staging=0, nbytes=16, version=None),
+        local.Registered(member="m", staging=0, nbytes=16, version=None),
         None,
         None,
-        applies if way == "on_commit" else None,
-        (lambda version: None) if way == "on_pause" else None,
     )
     given["w"].data = torch.ones(4)
-    daemon.hears(
-        local.PrepareCommit(swap="s", member="m", version=1, by_worker=where == "arena", in_place=where == "in place")
-    )
-    if way in ("poll", "wait"):
-        with pytest.raises(CommitError, match=r"^version 1 could not be taken over: w: |^w: "):
-            target.poll() if way == "poll" else target.wait(1, timeout=WAIT_S)
+    daemon.hears(local.PrepareCommit(swap="s", member="m", version=1, in_place=where == "in place"))
+    with pytest.raises(CommitError, match=r"^version 1 could not be taken over: w: |^w: "):
+        target.poll() if way == "poll" else target.wait(1, timeout=WAIT_S)
     said = daemon.next()
-    # before anything is written: no worker has been told that it may
     assert isinstance(said, local.CommitFailed) and said.reason.startswith("w: its storage has changed")
     assert target.version is None and bool((given["w"] == 1).all())
     target.release()

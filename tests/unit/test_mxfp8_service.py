@@ -9,26 +9,26 @@ import pytest
 import torch
 
 from refitd import MXFP8Buffer, MXFP8Offer
-from refitd.addressing.conversions import QUANTIZE, QUANTIZE_SWIZZLED, SWIZZLE, ConversionList, Made, pieces_of
-from refitd.buffers.arena import MappedArena, create
-from refitd.client.mxfp8 import SourceTensors, TargetTensors
-from refitd.coordinator.requirements import offer_problems, wanted_parts
+from refitd.addressing.copies import QUANTIZE, QUANTIZE_SWIZZLED, SWIZZLE, ConversionList, Made, pieces_of
+from refitd.client.source_tensors import SourceTensors
+from refitd.client.target_tensors import TargetTensors
+from refitd.coordinator.descriptions import wanted_parts
+from refitd.coordinator.eligibility import offer_problems
 from refitd.daemon import actions as act
-from refitd.daemon.finishing import check_held, figures_of, held_of, held_places, made_in, wires_of
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.mxfp8 import MXFP8Part, check_blocks, part_name, part_of, parts_of
-from refitd.describe.tiles import Repeat, Tile
+from refitd.daemon.new_members import check_held, figures_of, held_of, held_places, made_in, wires_of
+from refitd.describe.metadata import ParameterMetadata, Repeat, Tile
 from refitd.errors import ProtocolError, RefusedError, TransportError
-from refitd.mxfp8 import Rounding, swizzled_bytes
+from refitd.mxfp8.format import Rounding, quantize, swizzle, swizzled_bytes
+from refitd.mxfp8.parts import MXFP8Part, check_blocks, part_name, part_of, parts_of
 from refitd.plan.build import plan_copies
 from refitd.protocol import cluster, local, sidecar
-from refitd.protocol.shards import metadata_of, shard_of
-from refitd.protocol.target_forms import Conversion, DerivedTensor, HeldTensor, staged
+from refitd.protocol.shards import Conversion, DerivedTensor, HeldTensor, metadata_of, shard_of, staged
 from refitd.testing.oracle import canonical_tensors, check, local_tensor
-from refitd.transforms.mxfp8_format import quantize, swizzle
 from refitd.worker.conversions import ConversionJob
+from tests.support.arenas import arena_of
 from tests.support.daemon_harness import SOURCE, Harness
 from tests.support.layouts import meta, rosters, tp
+from tests.support.shares import load_of
 
 # --- descriptions -----------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ SHAPES = {"w": (32, 256), "e": (4, 8, 128)}
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts_are_cut_as_the_tensor_is(layout: str) -> None:
-    """The first element of each block stands for its scale."""
+    """The first element of each block represents the block's scale."""
     for rank, m in LAYOUTS[layout].items():
         data, scale = parts_of(m, "rceil")
         name = m.tiles[0].tensor if m.tiles else m.name
@@ -129,7 +129,7 @@ def test_names_of_parts_are_read_back_and_no_others() -> None:
 @pytest.mark.parametrize("kind", [QUANTIZE, QUANTIZE_SWIZZLED])
 @pytest.mark.parametrize("rounding", ["rceil", "floor"])
 def test_pieces_make_what_the_whole_would_be(shape: tuple[int, ...], kind: int, rounding: str) -> None:
-    """However small the pieces are and in whatever order; and they write nothing else."""
+    """Pieces may have any size and order, and write no other bytes."""
     rng = np.random.default_rng(len(shape))
     rows, columns, blocks = int(np.prod(shape[:-1])), shape[-1], shape[-1] // 32
     words = rng.integers(0, 1 << 16, (rows, columns), np.uint16)
@@ -145,7 +145,7 @@ def test_pieces_make_what_the_whole_would_be(shape: tuple[int, ...], kind: int, 
     expected = np.full(-(-nbytes // 4096) * 4096, 0xAA, np.uint8)
     for name, part in (("source", words.view(np.uint8)), ("data", data), ("scale", scale)):
         expected[at[name] : at[name] + part.nbytes] = part.reshape(-1)
-    arena = _arena(len(expected))
+    arena = arena_of(len(expected))
     arena.bytes[:] = 0xAA
     arena.bytes[at["source"] : at["source"] + words.nbytes] = words.view(np.uint8).reshape(-1)
     pieces = pieces_of([Made(kind, shape, 1, 1, at["source"], at["data"], at["scale"], rounding)], piece=64)
@@ -154,7 +154,7 @@ def test_pieces_make_what_the_whole_would_be(shape: tuple[int, ...], kind: int, 
     assert sorted(np.concatenate(shares).tolist()) == list(range(len(pieces)))
     told: list[int] = []
     for share in reversed(shares):
-        job = ConversionJob(again.select(share), {1: arena}, threads=2)
+        job = ConversionJob(again.select(share), {1: arena})
         assert job.run(verify=True, on_progress=told.append).bytes == int(again.select(share).row_bytes.sum())
     assert int(pieces.row_bytes.sum()) == words.nbytes
     np.testing.assert_array_equal(arena.bytes, expected)
@@ -162,9 +162,9 @@ def test_pieces_make_what_the_whole_would_be(shape: tuple[int, ...], kind: int, 
 
 def test_scales_that_arrive_are_swizzled() -> None:
     scale = np.random.default_rng(0).integers(0, 256, (300, 6), np.uint8)
-    arena = _arena(16384)
+    arena = arena_of(16384)
     arena.bytes[: scale.nbytes] = scale.reshape(-1)
-    ConversionJob(pieces_of([Made(SWIZZLE, (300, 192), 1, 1, 0, 0, 4096)], piece=1), {1: arena}, 1).run(
+    ConversionJob(pieces_of([Made(SWIZZLE, (300, 192), 1, 1, 0, 0, 4096)], piece=1), {1: arena}).run(
         verify=True, on_progress=lambda done: None
     )
     flat = np.zeros(swizzled_bytes(300, 6), np.uint8)
@@ -189,7 +189,7 @@ def test_a_piece_that_leaves_its_arena_is_refused(changes: dict[str, int], says:
     for name, value in changes.items():
         getattr(pieces, name)[:] = value
     with pytest.raises(TransportError, match=says):
-        ConversionJob(pieces, {1: _arena(4096)}, 1)
+        ConversionJob(pieces, {1: arena_of(4096)})
 
 
 def test_a_block_of_another_length_is_refused() -> None:
@@ -197,16 +197,6 @@ def test_a_block_of_another_length_is_refused() -> None:
     for bad in (b"", data[:-8], data + data, data[:7]):
         with pytest.raises(ValueError, match="do not hold"):
             ConversionList.from_bytes(bad)
-
-
-def _arena(nbytes: int) -> MappedArena:
-    import os
-
-    fd = create(nbytes, "test")
-    try:
-        return MappedArena(fd, nbytes, write=True)
-    finally:
-        os.close(fd)
 
 
 # --- what a target declares -------------------------------------------------------------------------------
@@ -276,19 +266,18 @@ def test_declarations_that_contradict_themselves_are_refused(
 
 
 class Converting(Harness):
-    """A fleet of a source and a target that holds its weights converted."""
+    """Return a source and a target that stores its weights converted."""
 
     def fleet(self) -> tuple[str, str]:
         shard = TARGET.shard
         source = self.ask(local.RegisterSource(model="m", rank=0, world_size=1, shard=shard))
         target = self.ask(TARGET)
-        assert isinstance(source, local.SourceRegistered) and isinstance(target, local.TargetRegistered)
+        assert isinstance(source, local.Registered) and isinstance(target, local.Registered)
         assert target.nbytes == staged(SHARD, HELD).nbytes
         assert self.publish(source.member, 1) == local.Done()
         held, wanted = metadata_of(shard, 0), metadata_of(shard, 1)
-        table = plan_copies(rosters([{0: m} for m in held], [{1: m} for m in wanted])).table.to_wire()
         members = (source.member, target.member)
-        plan = cluster.LoadPlan(plan="p", model="m", ranks=(0, 1), members=members, table=table)
+        plan = load_of(rosters([{0: m} for m in held], [{1: m} for m in wanted]), members)
         self.feed(act.CoordinatorSaid(0, plan))
         return members
 
@@ -316,13 +305,13 @@ def test_a_worker_that_dies_while_converting_fails_the_staging_and_is_given_its_
     h.done(h.stage())
     (worker, _), *_ = h.conversions()
     h.feed(act.WorkerDied(worker, "was killed by SIGKILL"))
-    (failed,) = h.said(cluster.StageFailed)
+    (failed,) = h.said(cluster.StageDone)
     assert failed.reason == "was killed by SIGKILL while converting what has arrived"
     h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="s", reason="x")))
     assert h.daemon.members[target].state.staged is None
     h.done(h.stage("s2"))
     h.done([(w, m.run) for w, m in h.to_worker if isinstance(m, sidecar.RunJob)])
-    assert [m.swap for m in h.said(cluster.StageDone)] == ["s2"]
+    assert [m.swap for m in h.said(cluster.StageDone) if not m.reason] == ["s2"]
 
 
 def test_an_abort_while_converting_replaces_the_workers_that_convert() -> None:
@@ -368,7 +357,7 @@ def test_what_is_not_offered_is_named_with_the_way_out() -> None:
 def test_a_version_is_written_with_its_parts_behind_it(
     shape: tuple[int, ...], dtype: torch.dtype, is_transposed: bool
 ) -> None:
-    """Whatever a tensor's strides and type are, through bfloat16."""
+    """Any strides and any type work, converted through bfloat16."""
     value = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     held = value.mT.contiguous().mT if is_transposed and len(shape) > 1 else value
     for instead in (False, True):
@@ -382,7 +371,7 @@ def test_a_version_is_written_with_its_parts_behind_it(
             part_name("w", "rceil", "scale"),
         ]
         lies = staged(shard_of(source.wire), ())
-        arena = _arena(lies.nbytes)
+        arena = arena_of(lies.nbytes)
         source.write_to(arena)
         buffer = MXFP8Buffer.empty(shape)
         buffer.quantize(value.to(torch.bfloat16))

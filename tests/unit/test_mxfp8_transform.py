@@ -9,20 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-import refitd
 from refitd import CastTransform, MXFP8Buffer, MXFP8ReshardTransform, RefusedError
-from refitd.mxfp8 import Rounding, swizzled_bytes
-from refitd.transforms.base import Slices
-from refitd.transforms.coverage import Coverage
-from refitd.transforms.mxfp8 import ensure_sendable, scale_slices
-from refitd.transforms.mxfp8_buffers import held_of
+from refitd.mxfp8.format import Rounding
+from refitd.mxfp8.transform import Coverage, ensure_sendable, scale_slices
+from refitd.transforms import Slices
 from tests.support.mxfp8 import quantized_once
 
 WHOLE = (torch.randn(20, 160, generator=torch.Generator().manual_seed(5)) * 0.02).to(torch.bfloat16)
 
 
 def random_cut(rng: random.Random, shape: tuple[int, ...], step: int = 1) -> list[Slices]:
-    """Return boxes that make up a tensor, cut anywhere, or in whole steps along the last dimension."""
+    """Return boxes that cover a tensor, split anywhere, or in whole steps along the last dimension."""
     boxes: list[Slices] = [tuple(slice(0, extent) for extent in shape)]
     for _ in range(rng.randrange(14)):
         box = boxes.pop(rng.randrange(len(boxes)))
@@ -37,7 +34,7 @@ def random_cut(rng: random.Random, shape: tuple[int, ...], step: int = 1) -> lis
 
 
 def deliver(transform: MXFP8ReshardTransform, name: str, whole: torch.Tensor, boxes: list[Slices]) -> None:
-    """Do what a refit does on one rank."""
+    """Call the transform as a refit does on one rank."""
     sender = MXFP8ReshardTransform({name}, {}, "", transform._on_send, rounding=transform._rounding)
     sent = [sender.prepare_send(name, box, whole) for box in boxes]
     transform.begin_recv(name, boxes)
@@ -62,7 +59,7 @@ def test_any_cut_in_any_order_gives_the_bytes_of_one_conversion(
         rounding = list(Rounding)[number % 2]
         buffer = MXFP8Buffer.empty(shape, is_swizzled=is_swizzled)
         transform = MXFP8ReshardTransform({"w"}, {"w": buffer}, "", on_send, rounding=rounding)
-        for values in (whole * 3, whole):  # the second time over what the first has left
+        for values in (whole * 3, whole):  # the second time over the results of the first
             deliver(transform, "w", values, random_cut(rng, shape, 32 if on_send else 1))
         data, scale = quantized_once(whole, rounding, is_swizzled=is_swizzled)
         assert torch.equal(buffer.data.view(-1), data.view(-1))
@@ -161,7 +158,7 @@ def test_scale_slices_count_blocks() -> None:
 
 
 def te_tensor(**fields: Any) -> SimpleNamespace:
-    """Return what Transformer Engine's MXFP8Tensor has: scales filled up to 128 x 4."""
+    """Return scales padded to 128 x 4, as in Transformer Engine's MXFP8Tensor."""
     scale = torch.zeros(128, 8, dtype=torch.uint8)
     return SimpleNamespace(_rowwise_data=torch.zeros(20, 160, dtype=torch.uint8), _rowwise_scale_inv=scale, **fields)
 
@@ -223,6 +220,17 @@ def test_buffers_that_cannot_be_written_are_refused_by_the_constructor(buffer: A
     assert said in str(caught.value) and "w: " in str(caught.value) and "v: " in str(caught.value)
 
 
+def test_a_shard_without_rows_is_a_buffer() -> None:
+    """Of 2 rows over 3 ranks, one rank has none."""
+    for held in (MXFP8Buffer(parts((0, 64), (0, 2)).data, parts((0, 64), (0, 2)).scale), MXFP8Buffer.empty((0, 64))):
+        held.quantize(torch.zeros(0, 64, dtype=torch.bfloat16))
+        assert held.dequantize().shape == (0, 64)
+        MXFP8ReshardTransform({"w"}, {"w": held})
+    swizzled = MXFP8Buffer.empty((0, 64), is_swizzled=True)
+    swizzled.quantize(torch.zeros(0, 64, dtype=torch.bfloat16))
+    assert swizzled.dequantize().shape == (0, 64)
+
+
 def test_buffers_that_do_not_go_together_are_refused_by_the_constructor() -> None:
     plain, swizzled = MXFP8Buffer.empty((20, 160)), MXFP8Buffer.empty((20, 160), is_swizzled=True)
     with pytest.raises(RefusedError, match="b has swizzled scales and a has not; expected one layout for all"):
@@ -273,10 +281,3 @@ def test_casts_convert_on_either_side_and_refuse_by_name() -> None:
             transform.recv_dtype("x.w", whole.t())
     with pytest.raises(RefusedError, match="w is float32; expected bfloat16"):
         CastTransform({"w"}, {"w": whole})
-
-
-def test_the_names_are_importable_from_the_package() -> None:
-    for name in ("MXFP8ReshardTransform", "MXFP8Buffer", "ReshardTransform", "CastTransform", "Rounding"):
-        assert name in refitd.__all__ and getattr(refitd, name).__name__ == name
-    assert held_of("w", MXFP8Buffer.empty((20, 160), is_swizzled=True)).scale is None
-    assert swizzled_bytes(20, 5) == 1024

@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from refitd.copy_services.arena_pieces import ArenaPiece
+from refitd.copy_services.pieces import ArenaPiece
 from refitd.errors import PeerLost, TransportError
 from tests.support.service_threads import ServiceThreads
 
 pytest.importorskip("nixl")
 
-from refitd.copy_services import nixl_peers  # what it stands for is installed
-from refitd.copy_services.nixl_peers import _ADDRESS, _PART, _PARTED, _TAKEN
+from refitd.copy_services import nixl as nixl_peers  # its library may be a fake
+from refitd.copy_services.nixl import _ADDRESS, _PART, _PARTED, _TAKEN
 
 MESSAGE_BYTES = 64 << 10
 
 
 def exchange(liar: int, kind: bytes, lie: Callable[[bytes], bytes], *, timeout: float = 2.0) -> list[Any]:
-    """Return what both ends of a transfer say; a rank's first notification of a kind is a lie."""
+    """Return the results of both ends of a transfer; rank `liar` alters its first notification of this kind."""
     ends = ServiceThreads("nixl", ("sender", "receiver"), MESSAGE_BYTES)
     try:
         peers: Any = ends.services[liar].peers
@@ -44,7 +44,7 @@ def exchange(liar: int, kind: bytes, lie: Callable[[bytes], bytes], *, timeout: 
 
 
 def part(address: int = 0, nbytes: int = 0, start: int = 0, of: int = 0) -> Callable[[bytes], bytes]:
-    """A part that differs by so much."""
+    """Return a lie that adds these numbers to the fields of a message part."""
     more = (address, nbytes, start, of)
     return lambda body: _PART.pack(*(had + by for had, by in zip(_PART.unpack(body), more, strict=True)))
 

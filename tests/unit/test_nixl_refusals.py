@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from refitd.copy_services import nixl
-from refitd.copy_services.epoch import Epoch, Mailbox
-from refitd.copy_services.nixl_peers import LEAST_PART_BYTES, PARTS, part_bytes
+from refitd.copy_services import Epoch, Mailbox, nixl
+from refitd.copy_services.nixl import LEAST_PART_BYTES, PARTS, part_bytes
 from refitd.errors import ConfigError, TransportError
 
 
@@ -22,13 +21,6 @@ class Said(Mailbox):
         pass
 
     def get(self, key: str, timeout: float) -> bytes:
-        return b'{"name": "other", "metadata": "AAAA", "form": 2}'
-
-
-class Before(Said):
-    """Another worker has already said who it is, in the form before."""
-
-    def get(self, key: str, timeout: float) -> bytes:
         return b'{"name": "other", "metadata": "AAAA"}'
 
 
@@ -37,7 +29,7 @@ EPOCH = Epoch("e", 0, ("worker 0 on a", "worker 0 on b"), "127.0.0.1", 1 << 20, 
 
 @pytest.fixture
 def methods(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The methods of the agent of a NIXL that stands in for the real one."""
+    """Replace NIXL with a fake; return the methods of its agent."""
     found: dict[str, Any] = {}
     library: Any = ModuleType("nixl._api")
     library.nixl_agent_config = lambda **_: None
@@ -68,13 +60,6 @@ def test_nixl_of_another_version_there(methods: dict[str, Any]) -> None:
     said = "worker 0 on a cannot reach worker 0 on b: NIXL_ERR_MISMATCH; use one version of NIXL on all nodes"
     with pytest.raises(TransportError, match=said):
         nixl.join(EPOCH)
-
-
-def test_nixl_of_a_refitd_that_says_other_things(methods: dict[str, Any]) -> None:
-    methods |= {"register_memory": lambda *_: 1, "get_agent_metadata": lambda: b"x"}
-    said = "worker 0 on b exchanges in form 1, worker 0 on a in form 2; use one version of refitd on all nodes"
-    with pytest.raises(TransportError, match=said):
-        nixl.join(replace(EPOCH, mailbox=Before()))
 
 
 def test_more_workers_than_there_is_memory_for_are_refused_and_what_would_do_is_said() -> None:

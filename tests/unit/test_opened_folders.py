@@ -19,11 +19,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from refitd.checkpoints import opened as opening
-from refitd.checkpoints.folder import INDEX, METADATA, WHOLE
-from refitd.checkpoints.publish import read_checkpoint
-from refitd.checkpoints.reading import Reader
+from refitd.checkpoints.publish import Reader, read_checkpoint
+from refitd.checkpoints.safetensors import INDEX, METADATA, WHOLE
 from refitd.errors import CheckpointError
-from refitd.files import open_regular, read_regular
+from refitd.files import open_regular
 
 SHARDS = tuple(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
 TENSORS = 6
@@ -31,7 +30,7 @@ READS = 60
 
 
 def values(number: int) -> dict[str, torch.Tensor]:
-    """Checkpoint `number`: all its elements follow from it. Odd ones have the tensors in another order of bytes."""
+    """Return checkpoint `number`, which determines all elements. Odd ones store the tensors in another order."""
     names = [f"t{i}" for i in range(TENSORS)]
     return {name: torch.full((300,), float(100 * number + int(name[1:]))) for name in names}
 
@@ -60,7 +59,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def number_of(found: dict[str, torch.Tensor]) -> int:
-    """The number of the checkpoint; raises AssertionError if the tensors are of several, or under wrong names."""
+    """Return the checkpoint's number; raise AssertionError if tensors are of several checkpoints or misnamed."""
     number = int(found["t0"][0]) // 100
     expected = values(number)
     assert found.keys() == expected.keys()
@@ -148,22 +147,6 @@ def test_each_read_of_a_folder_that_is_replaced_is_one_checkpoint_or_refused(
 # --- each way to change a folder --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the wait for the next tick out; these tests change files after it."""
-    monkeypatch.setattr(opening.time, "sleep", lambda seconds: None)
-
-
-def _exchanged(folder: Path) -> None:
-    folder.rename(folder.with_name("old"))
-    make(folder, 2)
-
-
-def _one_replaced(folder: Path) -> None:
-    shutil.copy2(folder / SHARDS[1], folder / "new")
-    os.replace(folder / "new", folder / SHARDS[1])
-
-
 def _same_size_and_time(folder: Path) -> None:
     path = folder / SHARDS[1]
     was = path.stat()
@@ -173,31 +156,25 @@ def _same_size_and_time(folder: Path) -> None:
     os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
 
 
-def _index_replaced(folder: Path) -> None:
-    (folder / "new").write_bytes((folder / INDEX).read_bytes())
-    os.replace(folder / "new", folder / INDEX)
-
-
-def _grown(folder: Path) -> None:
-    (folder / "model-00004-of-00004.safetensors").touch()
-
-
-def _writer_begins(folder: Path) -> None:
-    (folder / f".{SHARDS[0]}.Xy12Zz").touch()
-
-
-def _removed(folder: Path) -> None:
-    shutil.rmtree(folder)
-
-
-CHANGES = [
-    (_exchanged, "the folder was replaced while it was read; publish it again"),
-    (_one_replaced, f"{SHARDS[1]}: it was replaced while the folder was read; publish the folder again when"),
+CHANGES: list[tuple[Callable[[Path], object], str]] = [
+    (
+        lambda folder: (folder.rename(folder.with_name("old")), make(folder, 2)),
+        "the folder was replaced while it was read; publish it again",
+    ),
+    (
+        lambda folder: os.replace(shutil.copy2(folder / SHARDS[1], folder / "new"), folder / SHARDS[1]),
+        f"{SHARDS[1]}: it was replaced while the folder was read; publish the folder again when",
+    ),
     (_same_size_and_time, f"{SHARDS[1]}: it was changed while it was read"),
-    (_index_replaced, f"{INDEX}: it was replaced while the folder was read"),
-    (_grown, "model-00004-of-00004.safetensors: it was added while the folder was read"),
-    (_writer_begins, f".{SHARDS[0]}.Xy12Zz: it was added while the folder was read"),
-    (_removed, "it can no longer be read: No such file or directory; publish a folder that stays there"),
+    (
+        lambda folder: os.replace(shutil.copy(folder / INDEX, folder / "new"), folder / INDEX),
+        f"{INDEX}: it was replaced while the folder was read",
+    ),
+    *(
+        (lambda folder, name=name: (folder / name).touch(), f"{name}: it was added while the folder was read")
+        for name in ("model-00004-of-00004.safetensors", f".{SHARDS[0]}.Xy12Zz")  # by a writer that begins
+    ),
+    (shutil.rmtree, "it can no longer be read: No such file or directory; publish a folder that stays there"),
 ]
 
 
@@ -279,24 +256,17 @@ def test_a_symbolic_link_to_a_file_is_followed_and_watched(tmp_path: Path) -> No
 # --- files that are not regular ---------------------------------------------------------------------------
 
 
-def _fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def _socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(path))
 
 
-def _directory(path: Path) -> None:
-    path.mkdir()
-
-
-def _device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-KINDS = [(_fifo, "a FIFO"), (_socket, "a socket"), (_directory, "a directory"), (_device, "a character device")]
+KINDS: list[tuple[Callable[[Path], object], str]] = [
+    (os.mkfifo, "a FIFO"),
+    (_socket, "a socket"),
+    (Path.mkdir, "a directory"),
+    (lambda path: path.symlink_to("/dev/zero"), "a character device"),
+]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -328,13 +298,6 @@ def test_a_fifo_that_takes_the_place_of_a_file_while_it_is_opened_is_not_waited_
         open_regular(tmp_path / "fifo")
 
 
-def test_a_file_is_read_up_to_a_size(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"12345")
-    assert read_regular(tmp_path / "file", 5) == b"12345"
-    with pytest.raises(OSError, match="it has more than 4 bytes"):
-        read_regular(tmp_path / "file", 4)
-
-
 # --- descriptors ------------------------------------------------------------------------------------------
 
 
@@ -360,7 +323,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from refitd.checkpoints.publish import read_checkpoint
-from refitd.checkpoints.reading import Reader
+from refitd.checkpoints.publish import Reader
 from refitd.errors import CheckpointError
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[3])))
 try:
@@ -373,7 +336,14 @@ except CheckpointError as exc:
 
 @pytest.mark.parametrize(
     ("soft", "hard", "words"),
-    [(64, 64, "and this process may have 64 open files (ulimit -n); raise that limit above"), (64, 4096, "100")],
+    [
+        (
+            64,
+            64,
+            "this process may have 64 open files (ulimit -n), and all files of the folder are open; raise that limit",
+        ),
+        (64, 4096, "100"),
+    ],
 )
 def test_a_folder_of_more_files_than_may_be_open_is_read_or_refused(
     tmp_path: Path, soft: int, hard: int, words: str

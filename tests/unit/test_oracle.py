@@ -1,4 +1,4 @@
-"""The oracle sees what is wrong: an element that differs, one that nobody holds, replicas that disagree."""
+"""The oracle detects different elements, elements without a holder, and replicas that disagree."""
 
 from __future__ import annotations
 

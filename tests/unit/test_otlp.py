@@ -1,4 +1,4 @@
-"""`refitctl trace --otlp`: what a collector gets is what the file for Perfetto shows."""
+"""`refitctl trace --otlp`: a collector gets the events of the Perfetto file."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from refitd.errors import ConfigError
-from refitd.protocol.traces import NodeTrace, TraceReport, TraceSpan
-from refitd_cli import otlp
+from refitd.protocol.reports import NodeTrace, TraceReport, TraceSpan
+from refitd_cli import traces as otlp
 from tests.support.cli import TRACE, FakeClient, run
 from tests.support.otlp import Collector, collecting, spans
 
@@ -75,11 +75,11 @@ def test_a_node_with_an_absurd_clock_does_not_keep_the_others_from_being_sent(co
 
 
 def test_a_collector_that_refuses_or_is_away_is_one_error(collector, monkeypatch, caplog):
-    monkeypatch.setattr(otlp, "TIMEOUT_S", 0.3)
     collector.status = 400
     ran = run(FakeClient(), "trace", "policy", "--otlp", collector.url)
     total = 1 + len(TRACE.phases) + sum(len(node.spans) for node in TRACE.nodes)
     assert ran.status == 1 and f"{total} of {total} spans were not taken" in ran.stderr and "400" in ran.stderr
+    monkeypatch.setattr(otlp, "TIMEOUT_S", 0.3)
     ran = run(FakeClient(), "trace", "policy", "--otlp", "http://127.0.0.1:1", "--json")
     assert ran.status == 1 and "127.0.0.1" in ran.object["error"]["message"]
     assert not caplog.records

@@ -1,4 +1,4 @@
-"""The package is what pyproject.toml says, starts without torch, and imports only along the arrow."""
+"""The package matches pyproject.toml, starts without torch, and imports only in the allowed direction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = {"refitd": ROOT / "refitd", "refitd_cli": ROOT / "cli"}
 
-BASE = {"text", "dtypes", "errors", "states", "events", "caches", "lockstep", "mxfp8", "files"}
+BASE = {"text", "dtypes", "errors", "states", "events", "caches", "files"}
 PROCESSES = ("coordinator", "daemon", "worker", "client")
 
 
@@ -125,8 +125,8 @@ def test_no_extra_holds_both_nvshmem_wheels():
         "import refitd.client",
         "import refitd.testing",
         "import refitd_cli.control, refitd_cli.daemon",
-        "from refitd_cli.commands import swap, status, watch, models, plan, abort, doctor, demo, serve, coordinator",
-        "from refitd_cli import checks; list(checks.backends())",
+        "from refitd_cli.commands import swap, status, models, plan, doctor, demo, serve",
+        "from refitd_cli.commands.doctor import backends; list(backends())",
     ],
 )
 def test_torch_is_not_loaded_by(statement):
@@ -143,11 +143,11 @@ def test_pure_package_loads_neither_sockets_nor_torch(package):
 
 
 def import_table() -> dict[str, set[str]]:
-    """The table of docs/design.md: what each package below refitd imports, in its order."""
+    """Read the table of docs/design.md: the imports of each package below refitd, in order."""
     rows = re.findall(
         r"^\| `refitd/(\w+)(?:\.py)?` \|[^|]*\| ([^|]*) \|$", (ROOT / "docs/design.md").read_text(), re.MULTILINE
     )
-    return {package: set() if listed == "nothing" else set(listed.split(", ")) for package, listed in rows}
+    return {package: set() if listed in ("-", "nothing") else set(listed.split(", ")) for package, listed in rows}
 
 
 def test_the_table_of_imports_names_every_package():
@@ -206,53 +206,24 @@ def test_image_copies_files_that_exist():
                 assert f"!{source.split('/')[0]}" in ignored, source
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        "demo",
-        "test",
-        "check",
-        "bench",
-        "faults",
-        "fuzz",
-        "docs",
-        "env",
-        "env-torch",
-        "env-engines",
-        "try-megatron",
-        "try-verl",
-        "test-lowest",
-    ],
-)
-def test_script_is_posix_sh(script):
-    subprocess.run(["sh", "-n", ROOT / "scripts" / script], check=True)
+@pytest.mark.parametrize("path", [*sorted((ROOT / "scripts").iterdir()), ROOT / ".ci/run"], ids=lambda path: path.name)
+def test_scripts_are_posix_sh_and_what_is_started_stops_at_the_first_error(path):
+    text = path.read_text()
+    if not text.startswith("#!/usr/bin/env python3"):
+        subprocess.run(["sh", "-n", path], check=True)
+    if text.startswith("#!/bin/sh"):
+        assert path.stat().st_mode & 0o111
+        assert "\nset -eu\n" in text
+    else:
+        assert text.startswith(("#!/usr/bin/env python3", "# Sourced by "))
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        "scripts/demo",
-        "scripts/test",
-        "scripts/check",
-        "scripts/bench",
-        "scripts/faults",
-        "scripts/fleets",
-        "scripts/fuzz",
-        "scripts/docs",
-        ".ci/run",
-    ],
-)
-def test_script_is_executable_and_stops_at_the_first_error(script):
-    path = ROOT / script
-    assert path.stat().st_mode & 0o111
-    assert "\nset -eu\n" in path.read_text()
-
-
-DOCUMENTS = sorted(path.relative_to(ROOT) for folder in ("", "docs") for path in (ROOT / folder).glob("*.md"))
+FOLDERS_OF_PAGES = ("", "docs", "docs/decisions")
+DOCUMENTS = sorted(path.relative_to(ROOT) for folder in FOLDERS_OF_PAGES for path in (ROOT / folder).glob("*.md"))
 
 
 def anchors(text: str) -> set[str]:
-    """What links into a Markdown file may end in: its headings, as GitHub names them."""
+    """Return the anchors of a Markdown file: its headings, as GitHub names them."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -317,9 +288,40 @@ def test_source_files_that_a_document_names_exist(document):
         for folder in ("refitd", "cli", "tests", "benchmarks", "examples")
         for path in (ROOT / folder).rglob("*.py")
     ]
-    # one of another project is named with its own folders
+    # a path in another project is written with that project's folders
     named = re.findall(r"`((?:\w+/)*\w+\.py)`", (ROOT / document).read_text())
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in found)] == []
+
+
+def test_pages_that_code_names_exist():
+    folders = ("refitd", "cli", "configs", "scripts", "tests", "benchmarks", "examples")
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()):
+        if path.suffix not in (".py", ".toml", ".yaml", ".yml", ".sh", ".service", ".md", ""):
+            continue
+        for name, anchor in re.findall(r"\b(docs/[\w/]+\.md)(?:#([\w-]+))?", path.read_text(errors="ignore")):
+            assert (ROOT / name).exists(), f"{path.relative_to(ROOT)}: {name}"
+            assert not anchor or anchor in anchors((ROOT / name).read_text()), (
+                f"{path.relative_to(ROOT)}: {name}#{anchor}"
+            )
+
+
+def functions(path: Path) -> set[str]:
+    """The functions of a file, with the classes that they are in."""
+    found = set()
+    waiting = [("", node) for node in ast.parse(path.read_text()).body]
+    while waiting:
+        within, node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(within + node.name)
+            waiting += [(f"{within}{node.name}.", inner) for inner in node.body]
+    return found
+
+
+def test_functions_on_the_page_of_one_swap_exist():
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", (ROOT / "docs/one-swap.md").read_text(), re.MULTILINE)
+    assert len(rows) > 20
+    missing = [f"{file}: {name}" for file, name in rows if name not in functions(FOLDERS["refitd"] / file)]
+    assert missing == []
 
 
 def test_documents_are_all_in_the_index():

@@ -1,4 +1,4 @@
-"""PEFT itself is the judge: checkpoint names, and weights as merge_and_unload makes them, bit for bit.
+"""Checkpoint names and merged weights equal PEFT's (merge_and_unload), bit for bit.
 
 It runs where PEFT is installed (pip install -c constraints.txt ".[peft,test]"), and is skipped elsewhere.
 """
@@ -45,7 +45,7 @@ def convolutions() -> Any:
 
 
 def adapted(model: Any, **options: Any) -> Any:
-    """The model with adapters that change something: PEFT begins with none that do."""
+    """Return the model with non-zero adapters; PEFT's initial adapters have no effect."""
     found = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, **options))
     for name, parameter in found.named_parameters():
         if "lora_" in name or "modules_to_save" in name:
@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 def as_merged(model: Any) -> None:
-    """Check what `merged` gives against what PEFT then does to the model."""
+    """Compare `merged` with the model after PEFT has merged it."""
     before = {name: bits(tensor) for name, tensor in model.state_dict().items()}
     weights = merged(model)
     found = {name: bits(tensor) for name, tensor in weights}
@@ -100,7 +100,7 @@ def as_merged(model: Any) -> None:
     for m in weights.metadata:
         for name in (m.name, *m.aliases):
             assert torch.equal(found[m.name], whole[name]), name
-            # what is left out is what the base model has
+            # tensors that the adapter omits equal the base model's
             assert m.name in trained.shapes or torch.equal(whole[name], base[name]), name
 
 
@@ -132,7 +132,7 @@ def test_several_adapters_inactive_ones_and_what_is_merged_already() -> None:
     both = {name: bits(tensor) for name, tensor in merged(model)}
     changed = {name for name in one if not torch.equal(one[name], both[name])}
     assert changed == {f"model.layers.{i}.self_attn.{which}_proj.weight" for i in range(2) for which in "qk"}
-    model.merge_adapter()  # they lie in the base weights now, as during generation
+    model.merge_adapter()  # the adapters are merged into the base weights, as during generation
     assert all(torch.equal(both[name], bits(tensor)) for name, tensor in merged(model))
     model.unmerge_adapter()
     as_merged(model)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from refitd.checkpoints.folder import METADATA
 from refitd.checkpoints.pickles import EMPTY_DICT, SIZE, Call, PickledState, read_pickle, told
 from refitd.checkpoints.publish import read_checkpoint
+from refitd.checkpoints.safetensors import METADATA
 from refitd.errors import CheckpointError
 
 HUGE = 0x7FFF_FFF0
@@ -21,10 +21,14 @@ METADATA_CLASS = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
 ROOM_BYTES = 64 << 20
 
 
-def shared(opening: bytes, closing: bytes) -> bytes:
-    """A value that holds one value twice, which holds one value twice, and so on: 2 ** DEEP leaves."""
-    steps = [b"q" + bytes([i]) + opening + b"h" + bytes([i]) + b"h" + bytes([i]) + closing for i in range(DEEP)]
-    return b"K\1" + b"".join(steps)
+def shared(opening: bytes, closing: bytes, *, clean: bool = False) -> bytes:
+    """A value that holds one value twice, which holds one value twice, and so on: 2 ** DEEP leaves.
+
+    With `clean` the first value is on the stack already, and each one is taken from it: only the last is left there.
+    """
+    first, second = b"" if clean else b"h%c", b"h%c"
+    steps = [b"q%c" % i + opening + (first % i if first else b"") + second % i + closing for i in range(DEEP)]
+    return (b"" if clean else b"K\1") + b"".join(steps)
 
 
 LONG_TUPLE = b"(" + b"K\1" * 50_000 + b"tq\1"
@@ -39,7 +43,7 @@ HOSTILE = {
     "frame": b"\x80\x04\x95" + struct.pack("<Q", HUGE) + b".",
     "integer": b"\x80\x02\x8b" + struct.pack("<i", HUGE) + b".",
     "string": b"\x80\x02T" + struct.pack("<i", HUGE) + b".",
-    "shared tuple as a key": b"\x80\x02}" + shared(b"", b"\x86") + b"Ns.",
+    "shared tuple as a key": b"\x80\x02}K\1" + shared(b"", b"\x86", clean=True) + b"Ns.",
     "shared tuple": b"\x80\x02" + shared(b"", b"\x86") + b".",
     "shared list as the state": b"\x80\x02" + METADATA_CLASS + b")\x81" + shared(b"(", b"l") + b"b.",
     "shared list in the state": (
@@ -53,12 +57,12 @@ HOSTILE = {
     "nested lists": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
 }  # fmt: skip
 
-# Reads one metadata file with little more address space than it has, and prints the error.
+# Reads one metadata file with little spare address space, and prints the error.
 READ = """
 import resource, sys
 from pathlib import Path
 from refitd.checkpoints.dcp import read_dcp
-from refitd.checkpoints.folder import open_folder
+from refitd.checkpoints.safetensors import open_folder
 from refitd.checkpoints.publish import read_checkpoint
 from refitd.errors import CheckpointError
 pages = int(Path("/proc/self/statm").read_text().split()[0])

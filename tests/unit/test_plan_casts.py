@@ -1,4 +1,4 @@
-"""Dtypes that differ: refused unless the destination declares the cast, and then said in every row."""
+"""Different dtypes: refused unless the destination declares the cast; then every row names the cast."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 
 from refitd import ParameterMetadata, Roster, Tile
-from refitd.describe.casts import CASTS, cast_number
-from refitd.describe.compact import without_ranks
-from refitd.describe.fused import without_padding
+from refitd.describe.casts import CASTS, Offered, cast_number, unrounded
+from refitd.describe.layout import without_ranks
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.plan.build import plan_copies
-from refitd.plan.conversions import Offered, unrounded
 from refitd.plan.table import CopyTable
-from refitd.plan.validate import violations
 from refitd.protocol.shards import metadata_of, shard_of
 from refitd.testing import oracle
+from tests.support.fused import without_padding
 from tests.support.layouts import meta, refusal, rosters, tp
+from tests.support.plans import violations
 
 
 def of(dtype: str, rank: int, **fields: Any) -> ParameterMetadata:
@@ -35,7 +34,7 @@ def test_a_declared_cast_carries_both_element_sizes() -> None:
     assert table.cast.tolist() == [1, 1, 1, 1]
     assert table.element_size.tolist() == [2, 2, 2, 2] and table.src_element_size.tolist() == [4, 4, 4, 4]
     assert table.row_bytes.tolist() == [4, 4, 4, 4]
-    assert table.src_offset.tolist() == [0, 0, 1, 1]  # elements, whatever their size
+    assert table.src_offset.tolist() == [0, 0, 1, 1]  # in elements of either size
     oracle.check(table, found, {"w": (4, 2)})
     assert violations(plan, found) == []
 
@@ -78,6 +77,15 @@ def test_a_source_that_holds_another_dtype_than_declared_is_refused() -> None:
     assert said.startswith("w: dtype is float16 on rank 0 (source), float32 on rank 1 (destination, cast to bfloat16)")
 
 
+@pytest.mark.parametrize(("holds", "advice"), [("bfloat16", "leave it out"), ("float32", "state bfloat16")])
+def test_a_cast_that_states_another_dtype_than_sources_hold_is_to_be_corrected(holds: str, advice: str) -> None:
+    stated = "float32" if holds == "bfloat16" else "float16"
+    said = refusal([Roster(0, [of("bfloat16", 0)]), Roster(1, (), [of(holds, 1, cast_from=stated)])])
+    assert said.endswith(
+        f"and the cast of this destination says that sources hold {stated}: {advice}, or register with cast=True"
+    )
+
+
 def test_sources_that_differ_are_refused_whatever_is_declared() -> None:
     found = [Roster(0, [of("float32", 0)]), Roster(1, [of("float16", 1)])]
     assert "float32 on rank 0 (source), float16 on rank 1 (source)" in refusal(
@@ -98,11 +106,6 @@ def test_a_cast_that_there_is_not_is_refused_with_those_that_there_are(dtype: st
 @pytest.mark.parametrize("cast", [1, "", "float99"])
 def test_a_cast_from_nothing_is_refused(cast: Any) -> None:
     assert "cast_from is" in refusal([Roster(1, (), [of("bfloat16", 1, cast_from=cast)])])
-
-
-def test_what_a_source_declares_about_casts_says_nothing() -> None:
-    found = [Roster(0, [of("bfloat16", 0, cast_from="float32")]), Roster(1, (), [of("bfloat16", 1)])]
-    assert plan_copies(found).table.cast.tolist() == [0]
 
 
 def test_fills_are_of_the_destinations_dtype() -> None:
@@ -213,8 +216,8 @@ def test_only_what_a_destination_needs_is_unrounded() -> None:
         (("bfloat16", "float32"), False),
         (("float32", None), True),
         (("float16", "float32"), True),
-        (("float32", "bfloat16"), False),  # it says so itself
-        (("float8_e4m3fn", None), False),  # no worker makes it of either
+        (("float32", "bfloat16"), False),  # it declares the cast
+        (("float8_e4m3fn", None), False),  # no worker can convert either type to it
         (("int32", None), False),
     ):
         assert bool(unrounded(offered, {"w": [held]})) is needed, held

@@ -1,4 +1,4 @@
-"""Padding: every element of a destination is written, with the value that is declared, or the plan is refused."""
+"""Padding: every element of a destination is written with the declared value, or the plan is refused."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 
 from refitd import Roster, Tile
-from refitd.describe.fill import fill_pattern
-from refitd.describe.fused import without_padding
-from refitd.dtypes import ELEMENT_SIZES
+from refitd.dtypes import ELEMENT_SIZES, fill_pattern
+from refitd.plan.boxes import left_out
 from refitd.plan.build import plan_copies, plan_reshard
-from refitd.plan.fills import FillTable
-from refitd.plan.runs import left_out
-from refitd.plan.validate import violations
+from refitd.plan.table import FillTable
 from refitd.testing import oracle
+from tests.support.fused import without_padding
 from tests.support.layouts import meta, refusal, replicated, rosters, tp
+from tests.support.plans import violations
 
 # (rank, local tensor, pattern, offset, size, stride)
 Fill = tuple[int, str, int, int, list[int], list[int]]
@@ -52,15 +51,6 @@ def test_the_rows_that_no_vocabulary_reaches_are_filled() -> None:
     assert plan.fills.row_bytes.tolist() == [12, 24]
     oracle.check(plan.table, found, {"emb": (10, 3)}, plan.fills)
     assert violations(plan, found) == []
-
-
-def test_padded_columns_are_one_strided_box() -> None:
-    # [4, 6] of which columns 0:5 are the tensor: column 5, 6 elements apart
-    padded = without_padding(meta("w", (4, 6), 1), (4, 5), 2.0)
-    found = rosters([replicated("w", (4, 5), [0])], [{1: padded}])
-    plan = plan_copies(found)
-    assert listed(plan.fills) == [(1, "w", 0x4000, 5, [4, 1], [6, 1])]
-    oracle.check(plan.table, found, {"w": (4, 5)}, plan.fills)
 
 
 def test_padding_in_two_dimensions_is_filled() -> None:
@@ -100,10 +90,6 @@ def test_fills_survive_the_wire() -> None:
     for change in ({"rows": 3}, {"offset": b""}, {"locals": []}, {"rank": None}):
         with pytest.raises(ValueError, match="plan table"):
             FillTable.from_wire(fills.to_wire() | change)
-
-
-def test_a_plan_without_padding_has_no_fills() -> None:
-    assert len(plan_copies(rosters([tp("w", (4,), [0, 1])], [replicated("w", (8,), [2])])).fills) == 0
 
 
 def test_a_fill_where_nothing_is_padded_is_not_an_error() -> None:
@@ -197,7 +183,7 @@ def test_every_small_float_has_the_pattern_it_came_from(name: str) -> None:
 
 
 def test_what_boxes_leave_out_is_found_in_few_boxes() -> None:
-    # 3 x 4 x 5, of which 0:2, 0:3, 0:4 are taken
+    # the box 0:2, 0:3, 0:4 of 3 x 4 x 5 is taken
     rest = left_out([(0, (2, 3, 4), (20, 5, 1))], 60)
     assert rest is not None
     assert int(rest.size.prod(axis=1).sum()) == 60 - 24
@@ -221,7 +207,7 @@ def damaged(fills: FillTable, **columns: Any) -> FillTable:
         ({"size": 5}, "emb: rank 12 would fill 5 elements of its local tensor (4, 3), and 6 belong to no tile"),
         ({"stride": 0}, "emb: rank 12 would fill elements that belong to a tile, or one twice"),
         ({"rank": 10}, "emb: rank 10 would fill 6 elements of its local tensor (4, 3), and 0 belong to no tile"),
-        ({"rank": 0}, "rank 0: the plan says it fills, and wants nothing"),
+        ({"rank": 0}, "rank 0: the plan says it fills, but it wants no tensor"),
     ],
 )
 def test_the_validator_finds_wrong_fills(columns: dict[str, int], why: str) -> None:

@@ -1,4 +1,4 @@
-"""Descriptions that leave something out are completed exactly from other ranks', or refused by name."""
+"""Incomplete descriptions are completed exactly from other ranks' descriptions, or refused by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from refitd import ParameterMetadata, PlanError, Roster
-from refitd.coordinator.rosters import Registered, ShardReader
+from refitd.coordinator.descriptions import Registered, ShardReader
 from refitd.plan.build import plan_copies
 from refitd.protocol.shards import shard_of
 from refitd.testing import oracle
@@ -48,7 +48,7 @@ def test_blocks_declared_on_one_side_are_the_other_sides_too() -> None:
             ranks = list(range(first, first + size))
             local = [block // size for block in blocks]
             side = tp("w", tuple(shape), ranks, dim, partition_sizes=local)
-            if size == 1 and rng.random() < 0.5:  # whole, and says so: it knows the blocks all the same
+            if size == 1 and rng.random() < 0.5:  # described as whole; it still knows the blocks
                 side = {r: replace(m, is_tp=False, tensor_parallel_group_ranks=None) for r, m in side.items()}
             sides.append(side)
         whole = [3, 3]
@@ -89,7 +89,7 @@ def test_blocks_that_others_contradict_are_refused_by_name() -> None:
 
 
 def missing(side: Side) -> Side:
-    """As grouped experts come: with a group, without a word of being split over it."""
+    """Describe a side as grouped experts do: with a group, but without a declared split over it."""
     return {rank: replace(m, is_tp=False, partition_dim=0, partition_stride=1) for rank, m in side.items()}
 
 
@@ -111,7 +111,7 @@ def test_a_split_that_one_side_does_not_mention_is_the_other_sides(
     for side in (0, 1):
         said = list(sides)
         if sizes[1 - side] == 1:
-            continue  # nobody would say anything: see the digests of replicas
+            continue  # then no side describes blocks: see the digests of replicas
         said[side] = missing(said[side])
         found = rosters([said[0]], [said[1]])
         for read in (found, through_the_service(found)):
@@ -213,7 +213,7 @@ def test_ranks_of_one_group_that_are_cut_otherwise_are_refused_by_name(wrong: di
     group, more = {0: good[0], 1: replace(good[1], **wrong)}, tp("w", (8, 2), [2, 3])  # type: ignore[arg-type]
     if "partition_sizes" in wrong:
         group[0] = replace(group[0], partition_sizes=[5, 3])
-    # others of that side hold it whole, so that nothing is missing
+    # other ranks of that side have the whole tensor, so no element is missing
     found = rosters([group, more], [other]) if side == "source" else rosters([other], [group, more])
     for read in (found, through_the_service(found)):
         with pytest.raises(PlanError) as caught:

@@ -1,4 +1,4 @@
-"""Boxes are cut along each other's edges, in few cells, and without comparing each with each."""
+"""Boxes are split at each other's edges into few cells, without comparing all pairs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refitd.describe.flat import flat_tiles
+from refitd.describe.dtensors import flat_tiles
+from refitd.plan.boxes import cut, intersect, overlapping
 from refitd.plan.columns import Ints
-from refitd.plan.intersect import cut, intersect, overlapping
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

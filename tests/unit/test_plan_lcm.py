@@ -6,9 +6,16 @@ import numpy as np
 import pytest
 
 from refitd import PlanError, ShardingDescriptor
+from refitd.inprocess.one_parameter import (
+    Overlap,
+    lcm_overlaps,
+    plan_lcm_transfers,
+    plan_param_transfers,
+    plan_replicated_transfers,
+    sharding_descriptors,
+)
+from refitd.plan.boxes import lcm_tiling
 from refitd.plan.columns import Ints
-from refitd.plan.lcm import Overlap, lcm_overlaps, lcm_tiling, plan_lcm_transfers, sharding_descriptors
-from refitd.plan.routing import plan_param_transfers, plan_replicated_transfers
 from tests.support.layouts import meta, replicated, tp
 
 
@@ -20,25 +27,6 @@ def test_4_to_3_of_12() -> None:
         Overlap(2, 1, 0, 2, 2),
         Overlap(2, 2, 2, 0, 1),
         Overlap(3, 2, 0, 1, 3),
-    ]
-
-
-def test_gated_tp2_to_plain_tp4() -> None:
-    # segments of 4: gate of shard 0, gate of 1, up of 0, up of 1
-    assert lcm_overlaps(16, 2, 2, 4, 1) == [
-        Overlap(0, 0, 0, 0, 4),
-        Overlap(1, 1, 0, 0, 4),
-        Overlap(0, 2, 4, 0, 4),
-        Overlap(1, 3, 4, 0, 4),
-    ]
-
-
-def test_equal_splits_are_one_overlap_per_segment() -> None:
-    assert lcm_overlaps(16, 2, 2, 2, 2) == [
-        Overlap(0, 0, 0, 0, 4),
-        Overlap(1, 1, 0, 0, 4),
-        Overlap(0, 0, 4, 4, 4),
-        Overlap(1, 1, 4, 4, 4),
     ]
 
 

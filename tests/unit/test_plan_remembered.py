@@ -1,4 +1,4 @@
-"""Plans of the same descriptions on other ranks: what is remembered of the last plan changes no plan."""
+"""Plans of equal descriptions on other ranks: the cache of the last plan changes no plan."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ import pytest
 
 from benchmarks.models import small_case
 from benchmarks.plan import registrations, rosters_from
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.roster import Roster
+from refitd.describe.metadata import ParameterMetadata, Roster
 from refitd.errors import PlanError
-from refitd.plan.build import plan_copies
-from refitd.plan.remembered import Remembered
+from refitd.plan.build import Remembered, plan_copies
 
 Rosters = list[Roster]
 
 
 @pytest.fixture(scope="module")
 def rosters() -> Rosters:
-    """A trainer of 32 ranks and two engines of 16, described alike."""
+    """Return a trainer of 32 ranks and two engines of 16 ranks with equal descriptions."""
     return rosters_from(registrations(small_case()))
 
 
@@ -43,7 +41,7 @@ CHANGES: dict[str, Callable[[Rosters], Rosters]] = {
 
 
 def other(roster: Roster) -> Roster:
-    """Return a rank that does without one tensor."""
+    """Return a rank without one tensor."""
     return replace(roster, destination=tuple(roster.destination)[1:])
 
 

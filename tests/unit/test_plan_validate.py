@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from refitd import Roster
 from refitd.plan.build import plan_copies
 from refitd.plan.table import CopyTable
-from refitd.plan.validate import violations
 from tests.support.layouts import replicated, rosters, tp
+from tests.support.plans import violations
 
 FLEET = rosters(
     [tp("w", (8, 4), [0, 1], partition_stride=2), replicated("norm", (4,), [0, 1])],
@@ -60,27 +61,21 @@ def test_a_copy_twice_is_written_twice() -> None:
     assert found[1].startswith("norm: rank 2 would be sent 8 elements for the 4")
 
 
-def test_a_place_outside_the_tensor_is_out_of_bounds() -> None:
-    found = violations(changed(row_of("norm"), dst_offset=1), FLEET)
-    assert any("norm" in line and "outside" in line for line in found)
-
-
-def test_elements_from_the_wrong_place_are_found_though_every_place_is_written() -> None:
-    row = row_of("w")
-    assert "would put other elements there" in only(changed(row, src_offset=4))
-
-
-def test_elements_from_the_wrong_rank_are_found() -> None:
-    assert "would put other elements there" in only(changed(row_of("w"), src_rank=1))
-
-
-def test_a_wrong_element_size_is_found() -> None:
-    assert "would put other elements there" in only(changed(row_of("norm"), element_size=4))
-
-
-def test_ranks_without_a_roster_are_found() -> None:
-    assert only(changed(0, src_rank=77)) == "rank 77: the plan says it sends, and offers nothing"
-    assert "rank 0: the plan says it receives, and wants nothing" in violations(changed(0, dst_rank=0), FLEET)
+@pytest.mark.parametrize(
+    ("tensor", "columns", "said"),
+    [
+        ("w", {"src_offset": 4}, "would put other elements there"),  # though every place is written
+        ("w", {"src_rank": 1}, "would put other elements there"),
+        ("norm", {"element_size": 4}, "would put other elements there"),
+        ("norm", {"dst_offset": 1}, "outside"),
+        ("w", {"src_rank": 77}, "rank 77: the plan says it sends, but it offers no tensor"),
+        ("w", {"dst_rank": 0}, "rank 0: the plan says it receives, but it wants no tensor"),
+    ],
+)
+def test_a_row_that_is_wrong_is_found_and_named(tensor: str, columns: dict[str, int], said: str) -> None:
+    found = violations(changed(row_of(tensor), **columns), FLEET)
+    assert any(said in line and (tensor in line or "the plan says" in line) for line in found)
+    assert len(found) == 1 or said in ("outside", "rank 0: the plan says it receives, but it wants no tensor")
 
 
 def test_every_violation_is_reported() -> None:
@@ -92,5 +87,5 @@ def test_every_violation_is_reported() -> None:
 def test_a_plan_for_other_rosters_is_refused() -> None:
     other = rosters([replicated("v", (4,), [0])], [replicated("v", (4,), [2])])
     found = violations(plan_copies(FLEET).table, other)
-    assert any("wants nothing" in line for line in found)
+    assert any("wants no tensor" in line for line in found)
     assert violations(plan_copies(other).table, FLEET)

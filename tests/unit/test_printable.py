@@ -30,14 +30,13 @@ from refitd.protocol.reports import (
     ModelDescription,
     ReloadReport,
     ReplicaName,
-    ResumeReport,
     SwapProgress,
 )
+from refitd.protocol.roles import check_names
 from refitd.protocol.shards import Shard, shard_of
-from refitd.protocol.texts import check_names
 from refitd.text import flaw, printable, printable_lines
 from refitd_cli.control import COMMANDS
-from refitd_cli.progress import bar_fields
+from refitd_cli.output import bar_fields
 from tests.support.cli import ABORTED, FakeClient, run
 
 HOSTILE = {
@@ -132,7 +131,7 @@ class Peer(FakeClient):
         return poisoned(report, self.text)
 
     def resume(self, node):
-        return poisoned(ResumeReport(node=node, changed=True, replicas=(ReplicaName("m", "a"),)), self.text)
+        return poisoned(DrainReport(node=node, changed=True, replicas=(ReplicaName("m", "a"),)), self.text)
 
     def describe(self, model):
         shard = described(f"w{self.text}")
@@ -202,14 +201,14 @@ def test_table_has_every_command():
 @pytest.mark.parametrize("command", ASKED)
 def test_hostile_names_and_reasons_are_printed_as_they_are_or_escaped(command: str, text: str, fails: bool) -> None:
     if command == "manifest" and text == HOSTILE["surrogate"]:
-        return  # what comes over the wire is valid Unicode, and JSON for programs to read could not hold it
+        return  # wire messages are valid Unicode, and JSON cannot contain a surrogate
     status, stdout, stderr = run(peer(text, fails=fails), *ASKED[command])
     clean, plain_out, plain_err = run(peer("~", fails=fails), *ASKED[command])
     assert status == clean
     for shown in (stdout, stderr):
         assert all(char.isprintable() for char in shown if char != "\n"), shown
     if command not in ("status", "watch", "models", "history", "swap", "rollback", "plan", "verify"):
-        # no table, whose cells may be folded: as many lines as with harmless names
+        # only table cells may wrap, so the number of lines equals that of harmless names
         assert len(stdout.splitlines()) == len(plain_out.splitlines())
         assert len(stderr.splitlines()) == len(plain_err.splitlines())
     if text.isprintable() and (command in ("plan", "swap") and fails):

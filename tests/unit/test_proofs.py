@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from refitd.coordinator.members import Member
-from refitd.coordinator.membership import Membership
-from refitd.coordinator.verification import MAX_CHECKS, MAX_DIFFERENCES, Checks
+from refitd.commit.target_state import Live, Step
+from refitd.coordinator.descriptions import Described
+from refitd.coordinator.inquiries import MAX_CHECKS, MAX_DIFFERENCES, Checks
+from refitd.coordinator.members import Member, Membership, Place
 from refitd.daemon import actions as act
-from refitd.daemon.target_state import Live, Step
+from refitd.daemon.members import RankProofs
 from refitd.errors import RefusedError
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.cluster import MemberChecked
@@ -24,14 +25,14 @@ KIB = 1 << 10
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks and runs a thousandth as large."""
+    """Make blocks and runs a thousand times smaller."""
     monkeypatch.setattr("refitd.buffers.blocks.MIN_BLOCK_BYTES", 1 * KIB)
-    monkeypatch.setattr("refitd.daemon.blocks.RUN_BYTES", 64 * KIB)
+    monkeypatch.setattr("refitd.daemon.digest_work.RUN_BYTES", 64 * KIB)
 
 
 def sent(node: Node) -> list[tuple[int, object]]:
-    """What workers are told, and has not been answered."""
-    node.digests.dispatch()
+    """Dispatch; return the new messages to workers as (worker, message)."""
+    node.dispatch()
     found = [(do.worker, do.message) for do in node.out if isinstance(do, act.ToWorker)]
     node.out.clear()
     return found
@@ -44,33 +45,33 @@ def said(node: Node, kind: type) -> list[object]:
 
 
 def large() -> Node:
-    """Staged are 3 x 60 KiB: three runs."""
+    """Return a node with 3 x 60 KiB staged: three runs."""
     return Node([((60 * KIB,), torch.uint8)] * 3, "packed", 1)
 
 
 def test_digests_are_taken_by_one_worker_at_a_time_and_not_while_a_swap_runs() -> None:
     node = large()
     node.is_swapping = True
-    node.proofs.committed(node.member)
+    node.proofs.committed(node.out, node.member)
     assert sent(node) == []
     node.is_swapping = False
     assert sent(node) == []  # the next swap may be about to begin
     node.tick()
     ((worker, message),) = sent(node)
-    assert worker == 0 and isinstance(message, sidecar.TakeDigests)
+    assert worker == 0 and isinstance(message, sidecar.ReadSpans)
     assert sum(span.count for span in message.spans) <= 64 * KIB
     assert sent(node) == []  # it has not answered
-    node.is_swapping = True  # a swap that begins waits for that run and no other
-    node.digests.worker_said(digests.taken(message, node.arenas))
+    node.is_swapping = True  # a swap that begins waits for this run only
+    node.digests.worker_said(node.out, digests.taken(message, node.arenas))
     assert sent(node) == []
     node.is_swapping = False
     node.run()
-    assert node.member.proof is not None and node.member.proof.version == 7
+    assert node.member.proofs.live is not None and node.member.proofs.live.version == 7
 
 
 def test_what_is_asked_for_is_done_by_all_workers_and_while_a_swap_runs() -> None:
     node = large()
-    node.proofs.committed(node.member)
+    node.proofs.committed(node.out, node.member)
     node.is_swapping = True
     node.ask()
     assert [worker for worker, _ in sent(node)] == [0, 1]
@@ -78,14 +79,14 @@ def test_what_is_asked_for_is_done_by_all_workers_and_while_a_swap_runs() -> Non
 
 def test_a_staging_that_begins_throws_unfinished_digests_away() -> None:
     node = large()
-    node.proofs.committed(node.member)
+    node.proofs.committed(node.out, node.member)
     node.tick()
     ((_, message),) = sent(node)
-    node.becomes(holds=None)  # what staging does
-    assert isinstance(message, sidecar.TakeDigests)
-    node.digests.worker_said(digests.taken(message, node.arenas))
+    node.becomes(holds=None)  # as staging does
+    assert isinstance(message, sidecar.ReadSpans)
+    node.digests.worker_said(node.out, digests.taken(message, node.arenas))
     node.run()
-    assert node.member.proof is None
+    assert node.member.proofs.live is None
     found = node.check()
     assert found.state == "unknown" and "was not taken" in found.reason and found.version == 7
 
@@ -95,22 +96,22 @@ def test_what_a_dead_worker_had_is_done_again_and_given_up_after_some_times() ->
     node.ask()
     for _ in range(3):
         ((worker, _),) = sent(node)
-        node.digests.worker_gone(worker, died=True)
+        node.digests.worker_gone(node.out, worker, died=True)
     ((worker, message),) = sent(node)
-    assert isinstance(message, sidecar.TakeDigests)
-    node.digests.worker_said(digests.taken(message, node.arenas))
+    assert isinstance(message, sidecar.ReadSpans)
+    node.digests.worker_said(node.out, digests.taken(message, node.arenas))
     node.run()
     assert node.answers.pop().members[0].state == "proven"
 
-    node.member.proof = None
+    node.member.proofs = RankProofs()
     node.ask()
     for _ in range(4):
         ((worker, _),) = sent(node)
-        node.digests.worker_gone(worker, died=True)
+        node.digests.worker_gone(node.out, worker, died=True)
     node.run()
     found = node.answers.pop().members[0]
     assert found.state == "unknown" and "died 4 times" in found.reason
-    assert node.check().state == "proven"  # it is tried again when it is asked for again
+    assert node.check().state == "proven"  # retried on the next request
 
 
 def test_an_arena_that_a_worker_has_not_mapped_is_said() -> None:
@@ -124,12 +125,12 @@ def test_who_asks_during_a_check_is_answered_by_one_that_began_afterwards() -> N
     node = Node(SHAPES, "packed", 1)
     assert node.check().state == "proven"
     node.ask("first")
-    (question,) = said(node, local.DigestLive)
+    (question,) = said(node, local.CheckLive)
     node.out.clear()
     node.client._answer(question)  # type: ignore[arg-type]
-    node.live[0][5] ^= 1  # after it was read for the first
+    node.live[0][5] ^= 1  # after it was read for the first time
     node.ask("second")
-    node.proofs.client_said(node.member, node.said.pop())  # type: ignore[arg-type]
+    node.proofs.client_said(node.out, node.member, node.said.pop())  # type: ignore[arg-type]
     node.run()
     states = {answer.check: answer.members[0].state for answer in node.answers}
     assert states == {"first": "proven", "second": "differs"}
@@ -139,22 +140,25 @@ def test_a_process_that_does_not_answer_is_named_and_asked_again_only_when_it_ha
     node = Node(SHAPES, "packed", 1)
     assert node.check().state == "proven"
     node.ask("first", now=0.0)
-    (question,) = said(node, local.DigestLive)
-    node.proofs.expire(9.0)
+    (question,) = said(node, local.CheckLive)
+    node.out.now = 9.0
+    node.proofs.expire(node.out)
     assert said(node, cluster.MembersChecked) == []
-    node.proofs.expire(10.0)
+    node.out.now = 10.0
+    node.proofs.expire(node.out)
     node.ask("second", now=11.0)
-    node.proofs.expire(21.0)
+    node.out.now = 21.0
+    node.proofs.expire(node.out)
     late = said(node, cluster.MembersChecked)
     assert [answer.check for answer in late] == ["first", "second"]  # type: ignore[attr-defined]
     for answer in late:
         (one,) = answer.members  # type: ignore[attr-defined]
-        assert one.state == "unknown" and f"pid {node.member.pid}" in one.reason and one.version == 7
-    assert len(said(node, local.DigestLive)) == 1
+        assert one.state == "unknown" and f"pid {node.member.registration.pid}" in one.reason and one.version == 7
+    assert len(said(node, local.CheckLive)) == 1
     node.out.clear()
     node.ask("third", now=22.0)
     node.client._answer(question)  # type: ignore[arg-type]
-    node.proofs.client_said(node.member, node.said.pop())  # type: ignore[arg-type]
+    node.proofs.client_said(node.out, node.member, node.said.pop())  # type: ignore[arg-type]
     node.run()
     assert [(a.check, a.members[0].state) for a in node.answers] == [("third", "proven")]
 
@@ -163,7 +167,7 @@ def test_a_version_that_is_taken_over_meanwhile_is_checked_instead() -> None:
     node = Node(SHAPES, "packed", 1)
     assert node.check().state == "proven"
     node.ask()
-    (question,) = said(node, local.DigestLive)
+    (question,) = said(node, local.CheckLive)
     node.out.clear()
     node.client._answer(question)  # type: ignore[arg-type]
     reply = node.said.pop()
@@ -171,8 +175,8 @@ def test_a_version_that_is_taken_over_meanwhile_is_checked_instead() -> None:
     for i in range(len(SHAPES)):
         node.write(i, node.staged(i))
     node.becomes(version=8, holds=8)
-    node.proofs.committed(node.member)
-    node.proofs.client_said(node.member, reply)  # type: ignore[arg-type]
+    node.proofs.committed(node.out, node.member)
+    node.proofs.client_said(node.out, node.member, reply)  # type: ignore[arg-type]
     node.run()
     (found,) = node.answers.pop().members
     assert (found.state, found.version) == ("proven", 8)
@@ -182,7 +186,7 @@ def test_a_commit_between_two_blocks_has_the_client_say_so() -> None:
     node = Node(SHAPES, "packed", 1)
     assert node.check().state == "proven"
     node.ask()
-    (question,) = said(node, local.DigestLive)
+    (question,) = said(node, local.CheckLive)
     tensors = node.client._tensors
     check = tensors.check_unmoved
 
@@ -195,7 +199,7 @@ def test_a_commit_between_two_blocks_has_the_client_say_so() -> None:
     tensors.check_unmoved = commits  # type: ignore[method-assign, assignment]
     node.client._answer(question)  # type: ignore[arg-type]
     (reply,) = node.said
-    assert isinstance(reply, local.LiveDigests) and reply.again and not reply.digests
+    assert isinstance(reply, local.LiveChecked) and reply.again and not reply.digests
     node.run()
     assert node.answers.pop().members[0].state == "proven"
 
@@ -214,9 +218,9 @@ def test_what_is_written_in_place_is_digested_at_once_and_never_later() -> None:
     node = Node(SHAPES, "in-place", 1)
     assert node.check().state == "proven"
     node.is_swapping = True  # of another model, say
-    node.proofs.committed(node.member)
+    node.proofs.committed(node.out, node.member)
     assert len(sent(node)) == 1
-    node.proofs.committed(node.member)
+    node.proofs.committed(node.out, node.member)
     node.becomes(holds=None, live=Live.WRITTEN, swap="s8", step=Step.STAGING)  # staging has begun
     found = node.check()
     assert found.state == "unknown" and "swap s8 is writing it in place" in found.reason
@@ -231,8 +235,8 @@ def test_what_is_written_in_place_during_a_check_is_unknown() -> None:
     ((_, message),) = sent(node)
     node.live[0].zero_()
     node.becomes(holds=None, live=Live.WRITTEN, swap="s8", step=Step.STAGING)
-    assert isinstance(message, sidecar.TakeDigests)
-    node.digests.worker_said(digests.taken(message, node.arenas))
+    assert isinstance(message, sidecar.ReadSpans)
+    node.digests.worker_said(node.out, digests.taken(message, node.arenas))
     node.run()
     (found,) = node.answers.pop().members
     assert found.state == "unknown" and "swap s8 is writing it in place" in found.reason
@@ -243,7 +247,7 @@ def test_what_is_written_in_place_during_a_check_is_unknown() -> None:
     [
         (lambda n: n.becomes(version=None), "serves nothing"),
         (lambda n: n.becomes(live=Live.BEHIND), "fenced"),
-        (lambda n: setattr(n.member, "verifies", False), "[models.m] verify"),
+        (lambda n: setattr(n.member, "proofs", RankProofs(verifies=False)), "[models.m] verify"),
         (lambda n: n.becomes(holds=None), "was not taken"),
     ],
 )
@@ -258,15 +262,15 @@ def test_why_a_rank_cannot_be_checked_is_said(change: object, reason: str) -> No
 def test_arenas_on_a_gpu_are_read_by_its_worker_alone(arena: int, way: str) -> None:
     node = Node([((60 * KIB,), torch.uint8)] * 3, way, 1)
     node.gpus[arena] = 1
-    node.proofs.committed(node.member)
+    node.proofs.committed(node.out, node.member)
     node.ask()
     readers = []
     while told := sent(node):
         for worker, message in told:
-            assert isinstance(message, sidecar.TakeDigests)
+            assert isinstance(message, sidecar.ReadSpans)
             if arena in {span.arena for span in message.spans}:
                 readers.append(worker)
-            node.digests.worker_said(digests.taken(message, node.arenas))
+            node.digests.worker_said(node.out, digests.taken(message, node.arenas))
     assert readers and set(readers) == {1}
 
 
@@ -275,11 +279,13 @@ def test_what_is_known_is_said_at_once_though_others_are_late() -> None:
     assert node.check().state == "proven"
     node.out.clear()
     members = (node.member.id, "nobody")
-    node.proofs.check(cluster.CheckMembers(check="c", members=members, timeout_s=1.8), 0.3)
+    node.out.now = 0.3
+    node.proofs.check(node.out, cluster.CheckMembers(check="c", members=members, timeout_s=1.8))
     (answer,) = said(node, cluster.MembersChecked)
     assert [one.member for one in answer.members] == ["nobody"]  # type: ignore[attr-defined]
     assert node.proofs.next_deadline == 2.1
-    node.proofs.expire(2.1)
+    node.out.now = 2.1
+    node.proofs.expire(node.out)
     _, late = said(node, cluster.MembersChecked)
     assert [one.member for one in late.members] == [node.member.id]  # type: ignore[attr-defined]
     assert node.proofs.next_deadline is None
@@ -288,11 +294,11 @@ def test_what_is_known_is_said_at_once_though_others_are_late() -> None:
 def test_a_member_that_leaves_or_is_not_there_is_said() -> None:
     node = Node(SHAPES, "packed", 1)
     node.ask()
-    node.proofs.left(node.member, "its client is gone")
+    node.proofs.left(node.out, node.member, "its client is gone")
     (answer,) = said(node, cluster.MembersChecked)
     assert answer.members[0].reason == "its client is gone"  # type: ignore[attr-defined]
     node.out.clear()
-    node.proofs.check(cluster.CheckMembers(check="c", members=("nobody",), timeout_s=1.0), 0.0)
+    node.proofs.check(node.out, cluster.CheckMembers(check="c", members=("nobody",), timeout_s=1.0))
     (answer,) = said(node, cluster.MembersChecked)
     assert "not registered on node n0" in answer.members[0].reason  # type: ignore[attr-defined]
 
@@ -318,7 +324,7 @@ def fleet(*nodes: str) -> Membership:
         added = cluster.AddShard(
             member=f"t{i}", model="m", role="target", replica=f"r{i}", rank=0, world_size=1, pid=i + 1, digest="same"
         )
-        model.add(Member(added, Shard(tensors=()), node, f"host-{node}", 0))
+        model.add(Member(added, Described(Shard(tensors=()), 0), Place(node, f"host-{node}")))
     return model
 
 
@@ -335,16 +341,6 @@ def reported(checks: Checks, *answers: tuple[MemberChecked, ...]) -> VerifyRepor
     ]
     (report,) = found
     return report
-
-
-def test_every_node_is_asked_for_its_own_members_before_the_coordinators_deadline() -> None:
-    checks = Checks()
-    asked = checks.begin("c", fleet("n0", "n1", "n0"), WAITER, 100.0, 0.0)
-    assert [(node, m.members) for node, m in asked] == [("n0", ("t0", "t2")), ("n1", ("t1",))]
-    assert all(m.timeout_s < 100.0 for _, m in asked)
-    report = reported(checks, (proven("t0"), proven("t2")), (proven("t1"),))
-    assert report.outcome == "proven" and [m.replica for m in report.members] == ["r0", "r1", "r2"]
-    assert report.seconds == 2.0
 
 
 @pytest.mark.parametrize(

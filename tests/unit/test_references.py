@@ -1,8 +1,11 @@
-"""The reference pages are what the code says."""
+"""Reference pages, runbook, diagrams and examples match the code."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
+import pkgutil
 import re
 import sys
 from itertools import takewhile
@@ -10,7 +13,9 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 
+from refitd import errors, logs
 from refitd.errors import RefusedError
 from refitd_cli import control
 from refitd_cli.demo.proof import Verdict
@@ -21,10 +26,11 @@ from tests.support.json_schema import check_printed, fits, schema
 from tests.support.programs import run
 from tests.support.references import REPORTS, commands
 from tests.support.site import ROOT, build
+from tests.support.states import DOCUMENT, drawn
 
 
 def test_references_are_what_the_code_says() -> None:
-    # a process of its own: click keeps the help option with which a command was first shown
+    # a separate process, because click caches the help option of a command's first use
     found = run([sys.executable, "-m", "tests.support.references", "--check"])
     assert found.returncode == 0, found.stderr
 
@@ -80,3 +86,57 @@ def test_the_site_has_every_page_and_no_link_that_leads_nowhere(tmp_path: Path) 
             found = (page.parent / name) if name else page
             assert found.is_file(), (page.name, target)
             assert not anchor or f'id="{anchor}"' in found.read_text(), (page.name, target)
+
+
+# --- The runbook has every alarm and every family of errors. --------------------------------------------
+
+
+TEXT = (Path(__file__).parents[2] / "docs/runbook.md").read_text()
+
+
+def test_every_event_that_is_logged_as_a_warning_or_an_error_has_a_row_with_its_level():
+    rows = {
+        (event, level)
+        for events, level in re.findall(r"^\| (`[^|]*) \| (warning|error) \|", TEXT, re.MULTILINE)
+        for event in re.findall(r"`([\w-]+)`", events)
+    }
+    loud = {
+        (event, logging.getLevelName(level).lower()) for event, level in logs._LEVELS.items() if level > logging.INFO
+    }
+    assert loud <= rows
+    assert {event for event, _ in rows} <= {*logs._LEVELS, "swap", "session-closed", "failed"}
+
+
+def test_every_family_of_errors_has_a_row():
+    abstract = {errors.RefitdError, errors.IllegalTransition}
+    for kind in {*errors._all_errors()} - abstract:
+        if kind.__module__ == "refitd.errors":
+            assert f"`{kind.code}` |" in TEXT, kind
+
+
+# --- The examples that only configure a framework use existing names and known settings of refitd. ------
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_nemo_rls_example_names_the_transport_and_settings_that_it_knows() -> None:
+    generation = yaml.safe_load((EXAMPLES / "nemo_rl_grpo.yaml").read_text())["policy"]["generation"]
+    transport = pkgutil.resolve_name(generation["refit_transport"])
+    (settings,) = generation["refit_cfg"].values()
+    assert [*generation["refit_cfg"]] == [generation["refit_transport"]]
+    transport(1 << 20, **settings)
+
+
+def test_verls_example_names_the_adapter() -> None:
+    text = (EXAMPLES / "verl_grpo.sh").read_text()
+    (module,) = [line.partition("=")[2].split()[0] for line in text.splitlines() if "custom_backend_module" in line]
+    assert importlib.util.find_spec(module) is not None
+
+
+# --- The state machines as docs/design.md shows them. ---------------------------------------------------
+
+
+def test_the_document_shows_the_tables_that_the_code_looks_up() -> None:
+    text = DOCUMENT.read_text()
+    assert text == drawn(text), "docs/design.md is not what the tables are; run scripts/states"

@@ -1,4 +1,4 @@
-"""The registry: backends by name, what they lack, and those of other packages."""
+"""The registry: backends by name, their missing dependencies, and backends of other packages."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from refitd.copy_services.base import Capabilities
-from refitd.copy_services.registry import ENTRY_POINTS, Backend, Registry, installed
+from refitd.copy_services import Backend, Capabilities
+from refitd.copy_services.registry import ENTRY_POINTS, Registry, installed
 from refitd.errors import ConfigError
 
 ANY = Capabilities(is_one_sided=True, crosses_nodes=False)
 
 MODULE = """
-from refitd.copy_services.base import Capabilities
-from refitd.copy_services.registry import Backend
+from refitd.copy_services import Capabilities
+from refitd.copy_services import Backend
 
 BACKEND = Backend("pigeon", Capabilities(is_one_sided=False, crosses_nodes=True), lambda: "")
 
@@ -47,7 +47,7 @@ def offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
 
 def test_an_unknown_name_is_told_with_those_that_there_are() -> None:
     registry = Registry([Backend("b", ANY, lambda: ""), Backend("a", ANY, lambda: "")])
-    with pytest.raises(ConfigError, match="unknown copy service 'c'; there are a, b"):
+    with pytest.raises(ConfigError, match="unknown copy service 'c'; known are a, b"):
         registry.find("c")
 
 

@@ -1,4 +1,4 @@
-"""Ranks of a group (here: threads) pass on what they receive, over gloo or NIXL; what a relay alters is found."""
+"""Ranks of a group (here: threads) relay received bytes over gloo or NIXL; a relay's changes are detected."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from refitd.copy_services.arena_pieces import ArenaPiece
-from refitd.copy_services.base import DigestMismatch
-from refitd.copy_services.exchange import Route
-from refitd.copy_services.pieces import Base
+from refitd.copy_services import DigestMismatch, Route
+from refitd.copy_services.pieces import ArenaPiece, Base
 from refitd.errors import RefusedError
 from tests.support.service_threads import SERVICES, ServiceThreads
 
@@ -31,7 +29,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[ServiceThreads]:
 
 
 class OnItsWay:
-    """Tensors that travel from the first of some ranks over the others, noted at all of them."""
+    """Tensors that are relayed from the first of some ranks over the others; all ranks register their pieces."""
 
     def __init__(self, ranks: ServiceThreads, path: int, over: Sequence[int], new: Sequence[Words]) -> None:
         self.over, self.new = over, new
@@ -53,7 +51,7 @@ class OnItsWay:
 
 
 class WithBases(OnItsWay):
-    """The same, of which some ranks hold the version before, in place or elsewhere."""
+    """A path where some ranks have the previous version as a base, in place or elsewhere."""
 
     def __init__(self, *args: Any, before: Sequence[Words], bases: Sequence[int], in_place: bool) -> None:
         self._before, self._bases, self._in_place = before, bases, in_place
@@ -72,7 +70,7 @@ class WithBases(OnItsWay):
 
 @st.composite
 def journeys(draw: st.DrawFn) -> list[tuple[list[int], list[Words], list[Words], list[int], bool]]:
-    """For each path: the ranks, the tensors now and before, who holds them of before, and whether in place."""
+    """Draw for each path: ranks, new tensors, previous tensors, ranks with a base, and whether it is in place."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     found = []
     for _ in range(draw(st.integers(1, 4))):
@@ -95,14 +93,14 @@ def journeys(draw: st.DrawFn) -> list[tuple[list[int], list[Words], list[Words],
 def test_everybody_on_every_path_gets_what_its_first_rank_sends(
     ranks: ServiceThreads, cases: Any, verify: bool
 ) -> None:
-    """Over paths in any order, also in circles and over the same ranks; whole or as deltas, whoever holds a base."""
+    """Paths have any order, may be cyclic or share ranks; they carry full versions, or deltas to ranks with a base."""
     ways = [
         WithBases(ranks, path, over, new, before=before, bases=bases, in_place=in_place)
         for path, (over, new, before, bases, in_place) in enumerate(cases, 1)
     ]
     beside = np.arange(50_000, dtype=np.uint32)
     there = [np.zeros_like(beside) for _ in range(SIZE)]
-    for rank, words in enumerate(there):  # what follows no path travels at the same time
+    for rank, words in enumerate(there):  # direct transfers run at the same time
         ranks.services[rank].send(rank, ArenaPiece(beside, 0, 4), (rank + 1) % SIZE)
         ranks.services[(rank + 1) % SIZE].receive(rank, ArenaPiece(words, 0, 4), rank)
     results = ranks.run(verify=verify)
@@ -125,7 +123,7 @@ def test_deltas_are_passed_on_as_they_came(ranks: ServiceThreads) -> None:
 
 
 def test_what_a_relay_alters_fails_everybody(ranks: ServiceThreads) -> None:
-    """Its own memory is read back before it is altered, so that only the first sender's digest can tell."""
+    """The relay's memory is read back before the change, so only the first sender's digest detects it."""
     way = OnItsWay(ranks, 1, [0, 1, 2], [np.arange(300_000, dtype=np.uint32)])
     liar = ranks.services[1]
     held = way.held[1][0]
@@ -148,7 +146,7 @@ def test_what_a_relay_alters_fails_everybody(ranks: ServiceThreads) -> None:
 
 @pytest.mark.parametrize("old", ["of this run", "of the last run"])
 def test_a_relay_that_passes_on_an_old_message_fails_everybody(ranks: ServiceThreads, old: str) -> None:
-    """Both are genuine: the first sender has sent them, in another place or at another time."""
+    """Both are genuine: the first sender sent them at another position or at another time."""
     words = np.arange(300_000, dtype=np.uint32)
     OnItsWay(ranks, 1, [0, 1, 2], [words])
     assert not [each for each in ranks.run() if isinstance(each, Exception)]

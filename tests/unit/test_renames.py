@@ -1,4 +1,4 @@
-"""Names maps: what matches, how cuts become tiles, and what is refused by name."""
+"""Names maps: matching, tiles from shards, and refusals that name the tensor."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import torch
 from torch import nn
 
 from refitd import ParameterMetadata, PlanError, Repeat, Roster, Tile
-from refitd.describe.fused import interleaved_qkv, without_padding
 from refitd.describe.layout import tiles_of
 from refitd.describe.module import RankGroups, describe_module
 from refitd.describe.renames import rename
 from refitd.names import Fused, Padded, Part, megatron_to_hf
-from refitd.offline import load, place, side_rosters
+from refitd.offline.files import load
+from refitd.offline.rosters import place, side_rosters
 from refitd.plan.build import plan_copies
-from refitd.plan.offered import offered_tensors
+from refitd.plan.read_rosters import offered_tensors
+from tests.support.fused import interleaved_qkv, without_padding
 from tests.support.layouts import meta, refusals, tp
 from tests.support.manifests import LAYOUTS
 
@@ -187,7 +188,7 @@ def test_a_tensor_that_is_not_what_its_rule_says_is_refused(m, says):
 
 
 def test_two_tensors_of_a_source_under_one_name_are_refused():
-    """Of two tensors with the same elements a rank sends one; nothing would tell that the other is lost."""
+    """A rank sends one of two tensors with equal elements, so the loss of the other would not be detected."""
     names = {"l.{layer}.norm": "norm", "e": Padded("norm", 2), "x": "norm"}
     both = [meta("l.0.norm", (3,)), meta("l.1.norm", (3,))]
     with pytest.raises(PlanError, match=r"l\.1\.norm: names give norm to l.0.norm and to l.1.norm; give each its own"):
@@ -229,7 +230,7 @@ def test_two_tensors_of_a_source_that_give_the_same_rows_are_refused(one: Any, o
     ],
 )
 def test_two_tensors_may_be_rows_of_one_canonical_tensor(names: Any, ways: int) -> None:
-    """Either side may hold the halves: l0.gate and l0.up, over one or two ranks, are l0.w of the other side."""
+    """Either side may have the halves: l0.gate and l0.up, over one or two ranks, are l0.w of the other side."""
     halves: dict[int, Any] = {}
     for rank in range(ways):
         both = [tp(name, (rows // ways, 5), range(ways))[rank] for name, rows in (("l0.gate", 4), ("l0.up", 8))]
@@ -282,6 +283,10 @@ def test_experts_of_one_stack_are_given_by_tensors_of_their_own() -> None:
         ({"a": Fused((Part("b", 3),), groups=2)}, "expected parts with rows that the groups divide"),
         ({"a": Part("b", 3, first=1, whole=3)}, "b has 3 rows (whole), and names rows of it up to 4"),
         ({"a": Padded("b", 0)}, "expected 1 row or more"),
+        (
+            {"{rest}": "{rest}", "a": "b"},
+            "names['a'] comes after '{rest}', which matches every name; put '{rest}' last",
+        ),
         ({"a": Fused((Part("b", 2), Part("c", 1), Part("b", 2, first=1)))}, "takes rows of b twice"),
         ({"a": Fused((Part("b", 3, stack=2),))}, "stacks experts, and the pattern has no {expert}"),
     ],
@@ -329,7 +334,7 @@ def test_biases_and_norms_that_the_config_lacks_have_no_rules():
     [("llama-3-70b-train-tp8-pp4", LLAMA, (3, 29)), ("qwen3-235b-a22b-train-tp4-pp4-ep32", QWEN3_MOE, (5, 127))],
 )
 def test_names_agree_with_the_example_manifests(layout, config, ranks):
-    """The manifests in configs/ and these rules say the same, written down independently."""
+    """The manifests in configs/ and these rules, written independently, agree."""
     manifest = load(LAYOUTS / f"{layout}.toml")
     (placed,) = place([manifest])
     rosters = list(side_rosters(placed, "source"))

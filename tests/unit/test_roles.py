@@ -1,4 +1,4 @@
-"""Roles, whose members are whose, and how much one peer may have: what the coordinator and the daemon refuse."""
+"""Coordinator and daemon refuse calls by role, by owner of a member, and by a peer's limits."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import os
 from typing import get_args
 
 import pytest
+from msgspec import structs
 
 from refitd.config import Config, NodeConfig, Role
 from refitd.coordinator import actions as act
-from refitd.coordinator import admission
+from refitd.coordinator import descriptions, nodes
 from refitd.daemon import actions as daemon_act
 from refitd.daemon.publishing import MAX_OPEN
 from refitd.daemon.sessions import MAX_WAITING
@@ -17,11 +18,11 @@ from refitd.errors import ConfigError, ProtocolError, RefusedError
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.reports import NodeStatus, ReloadReport
-from refitd.protocol.roles import ALL_ROLES, Allowed, check_role, roles_for
+from refitd.protocol.roles import ALL_ROLES, Allowed, check_role
 from refitd.protocol.shards import Shard, WireTensor
 from refitd.security import node_users
 from tests.support.coordinator_harness import Harness as Fleet
-from tests.support.daemon_harness import SOURCE, TARGET
+from tests.support.daemon_harness import SOURCE, TARGET, live_in_arena
 from tests.support.daemon_harness import Harness as OneNode
 
 TRAINER, ENGINE, OPERATOR = (frozenset({role}) for role in ("trainer", "engine", "operator"))
@@ -42,14 +43,12 @@ def test_configuration_knows_the_same_roles():
         (local.Evict(model="m", replica="r"), TRAINER | OPERATOR),
         (local.Forget(model="m"), TRAINER | OPERATOR),
         (local.Reload(), OPERATOR),
-        (local.MeasureCables(pairs=(local.CablePair("a", "b"),)), OPERATOR),
-        (cluster.ShardPublished(member="m", version=1), TRAINER),
+        (local.Publish(member="m", version=1), TRAINER),
         (local.GetStatus(), ALL_ROLES),
         (local.GetPlan(model="m"), ALL_ROLES),
     ],
 )
 def test_message_needs_these_roles(message, roles):
-    assert roles_for(message) == roles
     for role in ALL_ROLES:
         if role in roles:
             check_role(message, frozenset({role}), "x", "y")
@@ -82,7 +81,7 @@ def test_key_may_only_be_its_own_node():
     only_a = Allowed("a-key", node="a")
     assert "may be node 'a', not 'b'" in failure(say(h, "x", hello("b"), "K1", only_a))
     assert isinstance(say(h, "x", hello("a"), "K1", only_a)[0], cluster.NodeWelcome)
-    # another key does not take a living node's name, even with its pid; its own may, over a new connection
+    # another key cannot claim a live node's name, even with its pid; the node's key can, over a new connection
     assert "another key" in failure(say(h, "y", hello("a"), "K2"))
     assert isinstance(say(h, "z", hello("a"), "K1", only_a)[0], cluster.NodeWelcome)
 
@@ -120,7 +119,7 @@ def test_connection_that_changes_its_key_or_its_name_is_nobody():
 
 
 def test_nodes_are_bounded(monkeypatch):
-    monkeypatch.setattr(admission, "MAX_NODES", 2)
+    monkeypatch.setattr(nodes, "MAX_NODES", 2)
     h = Fleet()
     for name in "ab":
         say(h, name, hello(name))
@@ -134,13 +133,12 @@ def test_node_does_not_speak_for_members_of_another(member):
     h.join("n1", pid=11)
     swap = h.until_staging()
     for message in (
-        cluster.RemoveShard(member=member, reason="r"),
-        cluster.DetachShard(member=member, reason="r"),
-        cluster.ShardPublished(member=member, version=2),
-        cluster.ShardWithdrawn(member=member, version=1),
-        cluster.MemberQuiet(swap=swap, member=member),
-        cluster.MemberCommitted(swap=swap, member=member, paused_s=0.0),
-        cluster.MemberCommitFailed(swap=swap, member=member, reason="r"),
+        local.Deregister(member=member, reason="r"),
+        local.Deregister(member=member, reason="r", detached=True),
+        local.Publish(member=member, version=2),
+        local.Withdraw(member=member, version=1),
+        local.CommitDone(swap=swap, member=member, paused_s=0.0),
+        local.CommitFailed(swap=swap, member=member, reason="r"),
     ):
         assert "is one of node 'n0'; node 'n1' cannot speak for it" in failure(h.say("n1", message, request=5))
     assert "is registered already" in failure(h.add(member, node="n1", model="other"))
@@ -156,11 +154,10 @@ def test_what_nobody_can_have_staged_is_not_believed():
 
 def test_shard_larger_than_can_be_counted_is_refused():
     with pytest.raises(ProtocolError, match="w: a shard of more than"):
-        admission.check_shard(Shard((WireTensor("w", (1 << 62, 1 << 62), "float32"),)))
+        descriptions.check_shard(Shard((WireTensor("w", (1 << 62, 1 << 62), "float32"),)))
 
 
 def test_descriptions_nobody_uses_make_room_by_size(monkeypatch):
-    from refitd.coordinator import descriptions
     from refitd.protocol.codec import digest_of, pack
 
     monkeypatch.setattr(descriptions, "MAX_UNUSED_PARTS", 10)
@@ -169,25 +166,10 @@ def test_descriptions_nobody_uses_make_room_by_size(monkeypatch):
     for number in range(20):
         shard = Shard(tuple(WireTensor(f"w{number}.{i}", (1,), "float32") for i in range(4)))
         h.say("n0", cluster.DescribeShard(digest=digest_of(shard), packed=pack(shard)))
-    assert sum(admission.parts_of(shard) for shard in h.state._descriptions._shards.values()) <= 10 + 4
+    assert sum(descriptions.parts_of(known.shard) for known in h.state.descriptions._known.values()) <= 10 + 4
 
 
 # --- on a node --------------------------------------------------------------------------------------------
-
-
-def with_roles(roles: frozenset[str]) -> OneNode:
-    h = OneNode()
-    h.feed(daemon_act.SessionOpened(2, 200, "limited", roles))
-    return h
-
-
-def test_engine_s_user_may_neither_publish_nor_start_swaps():
-    h = with_roles(ENGINE)
-    for message in (SOURCE, local.StartSwap(model="m"), local.AbortSwap(model="m")):
-        answer = h.ask(message, session=2)
-        assert isinstance(answer, local.Failure) and "needs the role" in answer.message
-        assert "node.roles" in answer.message
-    assert isinstance(h.ask(TARGET, session=2), local.TargetRegistered)
 
 
 def test_what_a_client_may_have_waiting_is_bounded():
@@ -211,15 +193,16 @@ def test_request_that_finds_no_room_to_the_coordinator_fails_at_once():
 def test_slots_asked_for_and_versions_lent_are_bounded():
     h = OneNode()
     registered = h.ask(SOURCE)
-    assert isinstance(registered, local.SourceRegistered)
+    assert isinstance(registered, local.Registered)
     for version in range(2 + MAX_OPEN):  # two slots are granted
         h.feed(daemon_act.ClientSaid(1, 1, local.BeginPublish(member=registered.member, version=version, timeout_s=9)))
     answer = h.ask(local.BeginPublish(member=registered.member, version=99, timeout_s=9))
     assert isinstance(answer, local.Failure) and "requests for a snapshot slot" in answer.message
-    addresses = tuple(range(4))
+    lent = h.ask(structs.replace(SOURCE, model="lent", live=live_in_arena(h)))
+    assert isinstance(lent, local.Registered)
     for version in range(MAX_OPEN):
-        assert h.ask(local.Lend(member=registered.member, version=version, addresses=addresses)) == local.Done()
-    answer = h.ask(local.Lend(member=registered.member, version=99, addresses=addresses))
+        assert h.ask(local.Publish(member=lent.member, version=version)) == local.Done()
+    answer = h.ask(local.Publish(member=lent.member, version=99))
     assert isinstance(answer, local.Failure) and "versions that are lent" in answer.message
 
 

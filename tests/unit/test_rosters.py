@@ -1,11 +1,11 @@
-"""Registered shards become rosters: shared where ranks hold the same, told apart where they do not."""
+"""Registered shards become rosters: ranks with equal shards share metadata, others do not."""
 
 from __future__ import annotations
 
 import pytest
 
 from refitd import ParameterMetadata, PlanError
-from refitd.coordinator.rosters import Registered, ShardReader
+from refitd.coordinator.descriptions import Registered, ShardReader
 from refitd.plan.build import plan_copies
 from refitd.protocol.codec import digest_of
 from refitd.protocol.shards import shard_of

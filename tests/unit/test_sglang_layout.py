@@ -1,11 +1,11 @@
-"""SGLang's adapter learns and proves a layout once where the trainer offers what the checkpoint holds."""
+"""SGLang's adapter learns and verifies a layout once if the trainer offers the checkpoint's tensors."""
 
 from __future__ import annotations
 
 import sys
 import types
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 import refitd
 from refitd.adapters import sglang
+from tests.support.adapter_ranks import sglang_modules
 
 
 class Model(nn.Module):
@@ -30,16 +31,7 @@ class Model(nn.Module):
 def test_a_layout_is_proven_once_if_the_trainer_offers_the_checkpoints_tensors(
     offered: torch.dtype, runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = types.SimpleNamespace(rank_in_group=0, world_size=1)
-    context: Any = types.ModuleType("sglang.srt.runtime_context")
-    context.get_parallel = lambda: types.SimpleNamespace(world_group=group, dp_rank=None)
-    given: Any = types.ModuleType("sglang")
-    given.__version__ = "0.5.23"
-    for name, module in (
-        ("sglang", given),
-        ("sglang.srt", types.ModuleType("sglang.srt")),
-        (context.__name__, context),
-    ):
+    for name, module in sglang_modules(None)[0].items():
         monkeypatch.setitem(sys.modules, name, module)
     learned: list[refitd.LoaderTrace] = []
     trace_loader = refitd.trace_loader
@@ -52,9 +44,10 @@ def test_a_layout_is_proven_once_if_the_trainer_offers_the_checkpoints_tensors(
     model = Model()
     save_file({"w": model.w.detach().clone()}, tmp_path / "model.safetensors")
     client = types.SimpleNamespace(
-        tensors=lambda *_, **__: {"w": ((4, 3), offered)}, register_target=lambda *_, **given: given["metadata"]
+        tensors=lambda *_, **__: {"w": ((4, 3), offered)},
+        register_target=lambda *_, **given: types.SimpleNamespace(error=None, metadata=given["metadata"]),
     )
-    rank = sglang.SchedulerRank(model, sglang.Settings(checkpoint=str(tmp_path)))
-    described = cast(Any, rank._register(cast(Any, client)))
-    assert [meta.name for meta in described] == ["w"] and len(learned) == runs
+    monkeypatch.setattr(refitd, "connect", lambda *_, **__: client)
+    target: Any = sglang.SchedulerRank(model, sglang.Settings(checkpoint=str(tmp_path))).bind()
+    assert [meta.name for meta in target.metadata] == ["w"] and len(learned) == runs
     assert all(trace.proof is not None for trace in learned)

@@ -1,4 +1,4 @@
-"""refitctl simulate: what can be computed by hand, clusters' files, traces."""
+"""refitctl simulate: hand-computed results, cluster files, traces."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from refitd.describe.roster import Roster
+from refitd.clusters import ClusterSpeeds, NodeSpeed, load_cluster
+from refitd.describe.metadata import Roster
 from refitd.errors import ConfigError
-from refitd.offline import read, rosters_of
-from refitd.offline.clusters import ClusterSpeeds, NodeSpeed, load_cluster
+from refitd.offline.files import read
+from refitd.offline.rosters import rosters_of
 from refitd.plan.build import plan_copies
-from refitd.simulate.predict import FanOut, Prediction, Simulation
-from refitd.simulate.trace import trace
+from refitd.simulate import FanOut, Prediction, Simulation
+from refitd_cli.commands.simulate import trace
 from refitd_cli.group import Commands
 from tests.support import cli
 from tests.support.manifests import LAYOUTS
@@ -27,7 +28,7 @@ MODEL = {
     "tensors": [{"name": "w", "shape": [1024, 1000], "split": {"dim": 0}, "stage": "first"}],
 }
 W = 1024 * 1000 * 2  # bytes
-# a node's card moves 1 MB/s; everything else is so fast that it does not count
+# a node's card moves 1 MB/s; all other links are so fast that they do not count
 SLOW = ClusterSpeeds(
     name="slow", nic_gb_s=1e-3, rank_gb_s=1e6, memory_gb_s=1e6, control_s=0.0, commit_s=0.0, chunk_bytes=1
 )
@@ -74,7 +75,7 @@ def test_chains_go_through_nodes_that_need_the_same() -> None:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_chains_go_through_nodes_that_are_cut_differently(tp: int) -> None:
-    """An engine of one rank and one of several, a node each."""
+    """One engine has one rank, another has several; each engine is on one node."""
     source, *others = [layout("from"), layout("to"), layout("fine", tp=tp)]
     ranks = rosters_of(read(source, "from"), [read(other, "to") for other in others])  # type: ignore[arg-type, list-item]
     found = Simulation(plan_copies(ranks), ranks, SLOW).run(FanOut.RELAYED)

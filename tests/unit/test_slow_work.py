@@ -1,11 +1,11 @@
-"""Work that may hang runs on threads of its own, in turn, and overtakes a piece that makes no progress."""
+"""Work that may hang runs in order on separate threads, and overtakes a task that makes no progress."""
 
 from __future__ import annotations
 
 import threading
 import time
 
-from refitd.daemon.slow_work import PATIENCE_S, Moved, SlowWork
+from refitd.daemon.arena_files import PATIENCE_S, Moved, SlowWork
 from refitd.errors import ArenaError, DeadlineExceeded
 from refitd.testing import eventually
 

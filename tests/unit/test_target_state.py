@@ -1,4 +1,4 @@
-"""The state machine of a target rank: its table, what it refuses, and what holds in every state it can reach."""
+"""The state machine of a target rank: its table, its refusals, and the invariants of all reachable states."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
 
-from refitd.daemon import target_state as t
-from refitd.daemon.target_state import Live, Step, TargetState, fresh, restoring, step_of
+from refitd.commit import target_state as t
+from refitd.commit.target_state import Live, Step, TargetState, fresh, restoring, step_of
 from refitd.errors import IllegalTransition
 
 SWAPS = ("s", "u")
 EVENTS: tuple[t.Event, ...] = (
     t.ContentRestored(),
     t.ContentRefused(),
-    *(kind(swap) for swap in SWAPS for kind in (t.AskedToHalt, t.StoodStill, t.StageFinished, t.StoodAside)),
+    *(t.StageFinished(swap) for swap in SWAPS),
     *(kind(swap) for swap in SWAPS for kind in (t.Committed, t.CommittedByCopy, t.Failed)),
     *(kind(swap, version) for swap in SWAPS for version in (1, 2) for kind in (t.StageBegan, t.Decided)),
     *(t.SpareStaged(swap, version) for swap in SWAPS for version in (1, 2)),
@@ -31,14 +29,14 @@ EVENTS: tuple[t.Event, ...] = (
 
 
 def steps_from(state: TargetState) -> Iterator[tuple[t.Event, TargetState]]:
-    """Every event that is legal here, with the state that it leads to."""
+    """Yield every legal event in this state, with its next state."""
     for event in EVENTS:
         with suppress(IllegalTransition):
             yield event, step_of(state, event)
 
 
 def reached(start: TargetState) -> set[TargetState]:
-    """All states that any events lead to."""
+    """Return all reachable states."""
     found, left = {start}, deque([start])
     while left:
         state = left.popleft()
@@ -64,43 +62,14 @@ def run(state: TargetState, *events: t.Event) -> TargetState:
     return state
 
 
-def test_a_shadow_target_takes_versions_over_and_serves_the_old_one_until_then() -> None:
-    first = run(fresh(in_place=False), t.StageBegan("s", 1), t.StageFinished("s"), t.Decided("s", 1))
-    assert first.version is None and first.may_serve  # it may take the version over at any moment
-    serving = run(first, t.Committed("s"))
-    assert (serving.step, serving.live, serving.version, serving.holds) == (Step.IDLE, Live.SERVING, 1, 1)
-    staging = run(serving, t.StageBegan("u", 2))
-    assert (staging.version, staging.holds, staging.may_serve) == (1, None, True)
-    asked = run(staging, t.StageFinished("u"), t.AskedToHalt("u"), t.StoodStill("u"))
-    assert asked.staged == "u" and asked.version == 1
-    assert run(asked, t.Aborted("u", "x")) == TargetState(live=Live.SERVING, version=1)
-
-
 def test_what_is_written_in_place_serves_nothing_until_it_is_whole() -> None:
     serving = TargetState(in_place=True, live=Live.SERVING, version=1, holds=1)
-    with pytest.raises(IllegalTransition, match="stands still first"):
-        step_of(serving, t.StageBegan("s", 2))
-    writing = run(serving, t.AskedToHalt("s"), t.StoodStill("s"), t.StageBegan("s", 2))
+    writing = run(serving, t.StageBegan("s", 2))
     assert writing.live is Live.WRITTEN and writing.version is None and not writing.may_serve
     poisoned = run(writing, t.Aborted("s", "a worker died"))
     assert poisoned.live is Live.POISONED and "a worker died" in poisoned.reason and not poisoned.may_serve
-    again = t.AskedToHalt("u"), t.StoodStill("u"), t.StageBegan("u", 2), t.StageFinished("u"), t.Decided("u", 2)
+    again = t.StageBegan("u", 2), t.StageFinished("u"), t.Decided("u", 2)
     assert run(poisoned, *again, t.Committed("u")).live is Live.SERVING
-
-
-def test_what_was_asked_to_halt_and_not_written_keeps_what_it_has() -> None:
-    serving = TargetState(in_place=True, live=Live.SERVING, version=1, holds=1)
-    assert run(serving, t.AskedToHalt("s"), t.StoodStill("s"), t.Aborted("s", "x")) == serving
-
-
-def test_a_restoring_rank_can_do_nothing_else() -> None:
-    for event in EVENTS:
-        if not isinstance(event, t.ContentRestored | t.ContentRefused):
-            with pytest.raises(IllegalTransition):
-                step_of(restoring(1), event)
-    back = step_of(restoring(1), t.ContentRestored())
-    assert (back.live, back.version, back.holds) == (Live.SERVING, 1, 1)
-    assert step_of(restoring(1, "r", flips=True), t.ContentRefused()) == fresh(in_place=False, flips=True)
 
 
 def test_being_behind_ends_only_with_another_version() -> None:
@@ -128,15 +97,15 @@ def test_a_refusal_names_what_was_tried_and_from_where() -> None:
     with pytest.raises(IllegalTransition, match=r"Committed\(swap='s'\) cannot happen while staging swap s, empty"):
         step_of(state, t.Committed("s"))
     staged = run(state, t.StageFinished("s"))
-    with pytest.raises(IllegalTransition, match="version 1 is what is staged"):
+    with pytest.raises(IllegalTransition, match="version 1 is staged"):
         step_of(staged, t.Decided("s", 2))
 
 
 def test_what_holds_in_every_state() -> None:
     for state in ALL:
         assert (state.swap is None) == (state.step in (Step.IDLE, Step.RESTORING)), state
-        assert state.next is None or state.step not in (Step.IDLE, Step.HALTING, Step.HALTED), state
-        # a version is what the live tensors hold, and nothing is said of them where that is not one
+        assert state.next is None or state.step is not Step.IDLE, state
+        # `version` is the version in the live tensors; it is None if they contain no single version
         assert (state.version is None) == (state.live in (Live.EMPTY, Live.WRITTEN, Live.POISONED)), state
         assert state.in_place or state.live not in (Live.WRITTEN, Live.POISONED), state
         assert bool(state.reason) == (state.live in (Live.BEHIND, Live.POISONED)), state
@@ -167,15 +136,3 @@ def test_every_row_of_the_table_is_used_and_every_state_is_reached() -> None:
     assert set(t.LIVES) <= {(event, live) for _, event, live, _ in lives}
     assert set(t.LIVES_IN_PLACE) <= {(event, live) for in_place, event, live, _ in lives if in_place}
     assert {state.step for state in ALL} == set(Step) and {state.live for state in ALL} == set(Live)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.booleans(), st.lists(st.sampled_from(EVENTS), max_size=30))
-def test_an_illegal_event_changes_nothing(in_place: bool, events: list[t.Event]) -> None:
-    state = fresh(in_place=in_place)
-    for event in events:
-        before = state
-        try:
-            state = step_of(state, event)
-        except IllegalTransition:
-            assert state == before

@@ -1,10 +1,11 @@
-"""A learned layout gives what the loader gives, on values that it was not learned from; otherwise it is not used."""
+"""A learned layout must give the loader's results on new values; otherwise it is not used."""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -13,8 +14,8 @@ import torch
 
 import refitd
 from refitd.tracing import held_bytes
-from refitd.tracing.comparison import bytes_of, differing
-from refitd.tracing.probe_values import FLOATS, INTEGERS, Probe, Repeated
+from refitd.tracing.held_bytes import bytes_of, differing
+from refitd.tracing.probes import FLOATS, INTEGERS, Probe, Repeated
 
 HALF, NARROW, BYTE = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -45,7 +46,7 @@ def held() -> Params:
 
 
 def checkpoint(seed: int, ver: int) -> Params:
-    """Values as a model has them; odd seeds have them rounded to bfloat16, as the first checkpoint may have."""
+    """Return realistic values; odd seeds round them to bfloat16, as a first checkpoint may be."""
     generator = torch.Generator().manual_seed(seed)
     w = torch.randn(8, 4, generator=generator)
     return {
@@ -60,7 +61,7 @@ def checkpoint(seed: int, ver: int) -> Params:
 
 
 def learned(load: Load, shapes: Shapes = SHAPES) -> tuple[refitd.LoaderTrace, Params]:
-    """Learn a layout, and check that the engine is as it was and that the layout holds for three versions."""
+    """Learn a layout; check that the engine is unchanged and that the layout is correct for three versions."""
     params, before = held(), held()
 
     def run(weights: Weights) -> None:
@@ -248,7 +249,7 @@ def test_what_values_decide_is_computed(how: str) -> None:
 @pytest.mark.parametrize("how", REFUSED)
 def test_a_loader_that_reads_values_is_refused_with_its_line(how: str) -> None:
     with pytest.raises(
-        refitd.PlanError, match=r"the loader reads .*, at .*test_trace_probes\.py:\d+: what it does then"
+        refitd.PlanError, match=r"the loader reads .*, at .*test_trace_probes\.py:\d+: its result depends"
     ):
         learned(REFUSED[how])
 
@@ -345,7 +346,9 @@ def test_a_loader_that_raises_on_made_up_values_is_given_others_before_it_is_ref
         if w["w"].device.type != "meta":
             raise ValueError("only on meta")
 
-    with pytest.raises(refitd.RefusedError, match=r"raises on probe 1 of 3, .*test_trace_probes\.py:\d+: ValueError"):
+    with pytest.raises(
+        refitd.RefusedError, match=r"made-up values of probe 1 of 3.*test_trace_probes\.py:\d+: ValueError"
+    ):
         learned(never)
 
 
@@ -395,7 +398,7 @@ def test_copies_of_the_engine_go_to_a_file_where_memory_is_short(monkeypatch: py
     assert trace.proof is not None and trace.held.file_bytes == sum(t.nbytes for t in params.values())
     monkeypatch.setattr(tempfile, "tempdir", "/proc")
     with pytest.raises(
-        refitd.RefusedError, match=r"have no copy .* main memory and /proc are short; make room, or set TMPDIR"
+        refitd.RefusedError, match=r"cannot be copied .* main memory and /proc are short; make room, or set TMPDIR"
     ):
         learned(lambda p, w: p["p"].copy_(w["w"]))
 
@@ -407,7 +410,7 @@ def test_tensors_without_values_prove_nothing() -> None:
 
 
 def test_a_copy_in_threads_is_compared() -> None:
-    """The copy in the thread turns the rows in memory that the trace does not see."""
+    """The copy in the thread reverses the rows in memory that the trace does not see."""
 
     def load(p: Params, w: Params) -> None:
         p["p"].copy_(w["w"])
@@ -451,10 +454,12 @@ def test_a_single_number_has_another_sign_in_each_probe() -> None:
         assert two[name] < 0 or (name[0] == "n" and 0 <= two[name] < 4 < one[name])
 
 
-def test_large_tensors_of_a_probe_use_memory_again_that_the_loader_has_let_go() -> None:
+def test_tensors_of_a_probe_are_freed_when_the_loader_drops_them_and_share_no_memory() -> None:
     shapes = {f"w{i}": ((1000, 700), torch.float32) for i in range(6)}
-    places = {weight.data_ptr() for _, weight in Probe(0, shapes)}
-    assert len(places) == 2
+    given: list[weakref.ref[torch.Tensor]] = []
+    for _, weight in Probe(0, shapes):
+        assert sum(one() is not None for one in given) <= 1
+        given.append(weakref.ref(weight))
     kept = dict(Probe(0, shapes))
     parts = {name: weight[1:3].t() for name, weight in Probe(0, shapes)}
     for name, weight in Probe(0, shapes):

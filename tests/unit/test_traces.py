@@ -1,4 +1,4 @@
-"""Traces of swaps: what a node keeps, how clocks align, what a coordinator collects, and the file for Perfetto."""
+"""Traces of swaps: spans stored by nodes, aligned clocks, collection by the coordinator, and the Perfetto file."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 
 import pytest
 
-from refitd.coordinator import traces as collected
+from refitd.coordinator import inquiries as collected
 from refitd.daemon import actions as act
 from refitd.daemon import timeline
-from refitd.daemon.clock import KEPT, Alignment, CoordinatorClock
+from refitd.daemon.coordinator_link import KEPT, Alignment, CoordinatorClock
 from refitd.events import Tick
-from refitd.protocol import cluster, control, local, sidecar
+from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION
-from refitd.protocol.traces import MAX_SPANS, CollectTrace, GetTrace, NodeTrace, TraceReport, TraceSpan
-from refitd_cli.chrome_trace import chrome_trace
+from refitd.protocol.reports import MAX_SPANS, GetTrace, NodeTrace, TraceReport, TraceSpan
+from refitd_cli.traces import chrome_trace
 from tests.support.cli import FakeClient, run
 from tests.support.coordinator_harness import Harness as Head
 from tests.support.coordinator_harness import kinds
@@ -32,7 +32,7 @@ def test_the_shortest_round_trip_says_how_far_clocks_are_apart():
     assert clock.alignment is not None
     assert clock.alignment.offset_s == pytest.approx(100.0)
     assert clock.alignment.error_s == pytest.approx(0.05)
-    clock.heard(99, 0.0, 35.0)  # an answer to nothing
+    clock.heard(99, 0.0, 35.0)  # an answer without a question
     clock.sent(3, 40.0)
     clock.forget()
     assert clock.alignment is None
@@ -65,7 +65,7 @@ def test_unanswered_heartbeats_and_old_round_trips_are_not_kept():
 
 def part(h: Harness, swap: str) -> NodeTrace:
     h.to_coordinator.clear()
-    h.feed(act.CoordinatorSaid(0, CollectTrace("t", swap)))
+    h.feed(act.CoordinatorSaid(0, GetTrace("m", swap, "t")))
     (found,) = h.said(NodeTrace)
     assert isinstance(found, NodeTrace)
     return found
@@ -95,7 +95,7 @@ def test_a_node_keeps_when_it_staged_and_committed():
         ("daemon", "load plan", 0.0, 0.0),
         ("worker 0", "copy, compared", pytest.approx(1.2), 2.0),
         ("worker 0", "chunks", pytest.approx(1.2), 1.5),
-        ("worker 1", "copy, compared", 1.0, 3.0),  # never before it was told to
+        ("worker 1", "copy, compared", 1.0, 3.0),  # never before the request to it
         ("daemon", "stage", 1.0, 3.0),
         (who, "commit", 4.0, 5.0),
         (f"{who}: pause", "stands still", 4.75, 5.0),
@@ -131,12 +131,12 @@ def test_a_worker_that_dies_ends_its_runs():
 
 def test_a_controller_s_hooks_are_shown():
     h = Harness()
-    found = h.ask(control.RegisterController(model="m", replica="r", pauses=True))
-    assert isinstance(found, control.ControllerRegistered)
+    found = h.ask(local.RegisterController(model="m", replica="r", pauses=True))
+    assert isinstance(found, local.Registered)
     for what in ("pause", "commit"):
-        h.feed(act.CoordinatorSaid(0, control.Control(found.member, "s", what, 1)))
+        h.feed(act.CoordinatorSaid(0, local.Control(found.member, "s", what, 1)))
         h.now += 1.0
-        h.ask(control.Controlled(found.member, "s", what, reason="no" if what == "commit" else ""))
+        h.ask(local.Controlled(found.member, "s", what, reason="no" if what == "commit" else ""))
     assert [(span.name, span.ended - span.began, span.note) for span in part(h, "s").spans] == [
         ("pause", 1.0, ""),
         ("commit", 1.0, "no"),
@@ -190,7 +190,7 @@ def committed(h: Head) -> str:
     h.now += 1.0
     h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
     h.now += 0.5
-    h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.0))
+    h.say("n0", local.CommitDone(swap=swap, member="a", paused_s=0.0))
     return swap
 
 
@@ -202,9 +202,9 @@ def test_a_trace_is_the_phases_and_each_node_s_part():
     h.join("n1", pid=11)
     swap = committed(h)
     asked = h.say("n0", GetTrace("m"), request=7)
-    assert kinds(asked) == ["CollectTrace", "CollectTrace"]
+    assert kinds(asked) == ["GetTrace", "GetTrace"]
     (collect, _) = asked
-    assert isinstance(collect, CollectTrace) and collect.swap == swap
+    assert isinstance(collect, GetTrace) and collect.swap == swap
     assert h.say("n1", NodeTrace(collect.asked, "n1", "h", ())) == []
     (report,) = h.say("n0", NodeTrace(collect.asked, "another", "h", (SPAN,), 0, 100.0, 0.001))
     assert isinstance(report, TraceReport)
@@ -265,7 +265,7 @@ def test_a_swap_that_is_not_kept_is_refused_with_those_that_are():
     (refused,) = h.say("n0", GetTrace("other"), request=7)
     assert "model 'other'" in refused.message
     for _ in range(collected.MAX_COLLECTIONS):
-        assert kinds(h.say("n0", GetTrace("m"), request=7)) == ["CollectTrace"]
+        assert kinds(h.say("n0", GetTrace("m"), request=7)) == ["GetTrace"]
     (refused,) = h.say("n0", GetTrace("m"), request=7)
     assert "16 traces are being collected" in refused.message
 
@@ -282,7 +282,7 @@ def test_the_command_writes_a_file_and_says_how_well_clocks_agree(tmp_path):
         "500 us\n"
     )
     assert ran.stderr.splitlines() == [
-        "node n0: 2 spans were too many and are left out",
+        "node n0: 2 spans were too many and are not shown",
         "node n1: its clock is not aligned: it has no answered heartbeat yet",
         "node n2 is lost",
     ]

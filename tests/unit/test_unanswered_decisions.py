@@ -1,9 +1,10 @@
-"""A coordinator that cannot know whether its decision is written ends its lead, and reads the journal again."""
+"""A coordinator that cannot know whether its decision was written stops leading and reads the journal again."""
 
 from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,9 @@ import zmq
 
 from refitd.config import Config
 from refitd.coordinator import actions as act
-from refitd.coordinator.journals.base import LeadLost
+from refitd.coordinator.journals.base import LeadLost, SwapRecord
 from refitd.coordinator.journals.file import FileJournal
-from refitd.coordinator.main import CoordinatorShell
-from refitd.coordinator.records import SwapRecord
+from refitd.coordinator.shell import CoordinatorShell
 from refitd.errors import CommitError
 from refitd.events import Tick
 from refitd.logs import EventLog
@@ -31,11 +31,11 @@ class Broken(FileJournal):
     error: Exception | None = None
     writes_first = True
 
-    def write(self, *records: SwapRecord) -> None:
-        if self.writes_first:
-            super().write(*records)
+    def write(self, *records: SwapRecord) -> list[int]:
+        sequences = super().write(*records) if self.writes_first else []
         if self.error is not None:
             raise self.error
+        return sequences
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_an_error_before_the_answer_is_handled_ends_the_lead(shell: tuple[Coordi
     made, _ = shell
     handle = made._state.handle
 
-    def failing(event: act.Event, now: float) -> list[act.Instruction]:
+    def failing(event: act.Event, now: float, wall: float = 0.0) -> list[act.Instruction]:
         if isinstance(event, Tick):
             return [act.Decide((DECIDED,))]
         if isinstance(event, act.JournalWritten):
@@ -93,7 +93,7 @@ def test_an_error_before_the_answer_is_handled_ends_the_lead(shell: tuple[Coordi
 
 
 def test_a_file_that_fails_to_sync_gives_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The change is whole in the -wal, where the next coordinator finds it."""
+    """The change is complete in the -wal, where the next coordinator reads it."""
     journal = FileJournal(tmp_path / "journal")
 
     def unsynced(self: FileJournal, record: SwapRecord) -> None:
@@ -105,3 +105,37 @@ def test_a_file_that_fails_to_sync_gives_no_answer(tmp_path: Path, monkeypatch: 
     with pytest.raises(LeadLost, match="not known"):
         journal.write(DECIDED)
     journal.abandon()
+
+
+class Slow(Broken):
+    """A remote journal; its writes wait for `answers`."""
+
+    is_remote = True
+
+    def write(self, *records: SwapRecord) -> list[int]:
+        assert self.answers.wait(20)
+        if self.error is not None:
+            raise self.error
+        return [7]
+
+
+@pytest.mark.parametrize("error", [None, CommitError("etcd is full"), LeadLost("it is not known")], ids=repr)
+def test_a_write_over_a_network_does_not_stop_the_loop(
+    shell: tuple[CoordinatorShell, Broken], error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, journal = shell
+    journal.__class__ = Slow
+    journal.answers, journal.error = threading.Event(), error  # type: ignore[attr-defined]
+    fed: list[act.Event] = []
+    monkeypatch.setattr(made, "_feed", fed.append)
+    assert made._perform(act.Decide((DECIDED,))) is None
+    made._collect()
+    assert not fed, "the loop goes on before the answer"
+    journal.answers.set()  # type: ignore[attr-defined]
+    made.end_writes()
+    if isinstance(error, LeadLost):
+        with pytest.raises(LeadLost):
+            made._collect()
+    else:
+        made._collect()
+        assert fed == [act.JournalWritten(("s1",), error, () if error else (7,))]

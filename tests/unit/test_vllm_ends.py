@@ -1,4 +1,4 @@
-"""A process of vLLM ends with the process that it serves for."""
+"""A vLLM process ends with the process that it serves."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from refitd.adapters.vllm import ends
+from refitd.adapters.vllm import seams
 
 ENDS_S = 60.0
 
 
 def engine(pipe: Connection, ignores: bool) -> None:
     if ignores:
-        ends.ENDS_S = 0.1
+        seams.ENDS_S = 0.1
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    lifeline = ends.live_with_server()
+    lifeline = seams.live_with_server()
     pipe.send((os.getpid(), lifeline is not None))
     while True:
         time.sleep(1)
@@ -58,7 +58,7 @@ def test_an_engine_ends_with_its_server(method: str, name: str) -> None:
 
 def starting_worker(pipe: Connection) -> None:
     """An EngineCore that does not end."""
-    ends.live_with_server(starts_workers=True)
+    seams.live_with_server(starts_workers=True)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     multiprocessing.get_context("spawn").Process(target=engine, args=(pipe, False), name="VllmWorker-0").start()
     while True:
@@ -97,7 +97,7 @@ def test_an_engine_that_does_not_end_is_killed() -> None:
 
 
 def test_a_process_that_vllm_has_not_started_is_left_alone() -> None:
-    assert ends.live_with_server() is None
+    assert seams.live_with_server() is None
     process, pidfd, watches = started("spawn", "trainer")
     assert not watches
     process.kill()
@@ -108,7 +108,7 @@ def test_a_process_that_vllm_has_not_started_is_left_alone() -> None:
 
 
 def test_an_engine_whose_server_ended_before_it_looked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of a parent that has ended is, by now, another process's: this one's."""
+    """The pid of the ended parent now belongs to another process: this one."""
 
     class Ended:
         pid = os.getpid()
@@ -118,5 +118,5 @@ def test_an_engine_whose_server_ended_before_it_looked_is_refused(monkeypatch: p
 
     monkeypatch.setattr(multiprocessing, "parent_process", Ended)
     monkeypatch.setattr(multiprocessing.current_process(), "_name", "EngineCore")
-    with pytest.raises(ends.refitd.Orphaned, match=r"the API server .* has ended"):
-        ends.live_with_server()
+    with pytest.raises(seams.refitd.Orphaned, match=r"the API server .* has ended"):
+        seams.live_with_server()

@@ -1,4 +1,4 @@
-"""What a vLLM engine takes and refuses, with stand-ins for vLLM; scripts/try-engines runs it with vLLM."""
+"""A vLLM engine's accepted and refused settings, with fakes for vLLM; scripts/try-engines runs it with vLLM."""
 
 from __future__ import annotations
 
@@ -9,48 +9,22 @@ import subprocess
 import sys
 import threading
 import time
-from types import ModuleType, SimpleNamespace
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import refitd
-from refitd.adapters.engine_checks import Offered, check_covered, check_shapes
-
-Init, Update = TypeVar("Init"), TypeVar("Update")
-
-
-class Base(Generic[Init, Update]):
-    """As vLLM's WeightTransferEngine."""
-
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
-        self.vllm_config, self.model = vllm_config, model
-        self.model_config, self.parallel_config = vllm_config.model_config, vllm_config.parallel_config
-
-
-class Info:
-    """As vLLM's dataclasses of settings."""
+from refitd.adapters.engines import Retries, check_covered, check_shapes
+from refitd.adapters.streams import Shapes
+from tests.support.adapter_ranks import vllm_config, vllm_modules
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    held: dict[str, dict[str, Any]] = {
-        "vllm": {"__version__": "0.32.0"},
-        "vllm.config": {"VllmConfig": Info, "set_current_vllm_config": contextlib.nullcontext},
-        "vllm.config.weight_transfer": {"WeightTransferConfig": Info},
-        "vllm.distributed": {},
-        "vllm.distributed.device_communicators": {"shm_broadcast": SimpleNamespace(sched_yield=None)},
-        "vllm.distributed.weight_transfer": {},
-        "vllm.distributed.weight_transfer.base": {
-            "WeightTransferEngine": Base,
-            "WeightTransferInitInfo": Info,
-            "WeightTransferUpdateInfo": Info,
-        },
-    }
-    for name, values in held.items():
-        module = ModuleType(name)
-        vars(module).update(values)
+    for name, module in vllm_modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "refitd.adapters.vllm.engine", raising=False)
     module = importlib.import_module("refitd.adapters.vllm.engine")
@@ -58,19 +32,44 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop("refitd.adapters.vllm.engine", None)
 
 
-def made(engine: Any, *, tied: bool = False, stages: int = 1, experts: bool = False) -> Any:
-    config = SimpleNamespace(
-        additional_config={"refitd": {}},
-        model_config=SimpleNamespace(
-            hf_text_config=SimpleNamespace(tie_word_embeddings=tied), quantization=None, dtype=torch.bfloat16
-        ),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=stages, enable_expert_parallel=experts),
-    )
-    return engine.RefitdEngine(None, config, torch.device("cpu"), torch.nn.Module())
+class Model(torch.nn.Module):
+    """Takes `w` and nothing else; a quantised one doubles it."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+        self._factor = factor
+
+    def load_weights(self, weights: Any) -> None:
+        for name, weight in weights:
+            if name == "w":
+                self.w.data.copy_(weight if self._factor == 1.0 else weight * self._factor)
 
 
-def trace(*unused: str) -> refitd.LoaderTrace:
-    return refitd.LoaderTrace(metadata={}, computed={}, untouched=(), unused=unused)
+def made(engine: Any, model: torch.nn.Module | None = None, **settings: Any) -> Any:
+    config = vllm_config({"check": False, "adopt": False, **settings})
+    return engine.RefitdEngine(None, config, torch.device("cpu"), model or Model())
+
+
+@pytest.fixture
+def offer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that sets what the trainer offers: `w` and others, all of four elements."""
+
+    def offered(*others: str) -> None:
+        target = SimpleNamespace(model="policy", flips=False, error=None)
+        client = SimpleNamespace(
+            tensors=lambda *_, **__: dict.fromkeys(("w", *others), ((4,), torch.float32)),
+            register_target=lambda *_, **__: target,
+            status=lambda: SimpleNamespace(models=()),
+            close=lambda: None,
+        )
+        monkeypatch.setattr(refitd, "connect", lambda *_, **__: client)
+
+    return offered
+
+
+def registered(one: Any) -> None:
+    one.init_transfer_engine(one.parse_init_info({}))
 
 
 @pytest.mark.parametrize(
@@ -87,21 +86,25 @@ def trace(*unused: str) -> refitd.LoaderTrace:
 def test_a_setting_of_another_type_is_refused_where_the_engine_starts(
     engine: Any, settings: dict[str, Any], says: str
 ) -> None:
-    """Not in what follows, which tries again for ever; and a text would be taken for true."""
+    """Refuse here, because later steps retry for ever, and a non-empty string would count as true."""
     one = made(engine)
     with pytest.raises(ValueError, match=says) if says else contextlib.nullcontext():
         one.parse_init_info(settings)
 
 
-def test_an_output_layer_that_a_tied_engine_would_drop_is_refused(engine: Any) -> None:
+def test_an_output_layer_that_a_tied_engine_would_drop_is_refused(engine: Any, offer: Callable[..., None]) -> None:
+    offer("lm_head.weight")
+    one = made(engine)
+    registered(one)
+    one = made(engine)
+    one.model_config.hf_text_config.tie_word_embeddings = True
     with pytest.raises(refitd.RefusedError, match=r"offers lm_head\.weight, and this engine's .* tied .* register the"):
-        made(engine, tied=True)._check(trace("lm_head.weight"), {})
-    made(engine)._check(trace("lm_head.weight"), {})
+        registered(one)
 
 
 def test_a_tensor_that_the_loader_would_cut_is_refused() -> None:
     """vLLM's loader takes the first rows of a projection with more heads than the engine has."""
-    own: Offered = {"q_proj.weight": ((4, 3), torch.float32), "norm.weight": ((3,), torch.float32)}
+    own: Shapes = {"q_proj.weight": ((4, 3), torch.float32), "norm.weight": ((3,), torch.float32)}
     check_shapes(own, {**own, "more": ((2,), torch.int8)})
     with pytest.raises(refitd.RefusedError, match=r"q_proj\.weight: the trainer offers \[8, 3\], .* has \[4, 3\]"):
         check_shapes(own, {**own, "q_proj.weight": ((8, 3), torch.float32)})
@@ -109,7 +112,7 @@ def test_a_tensor_that_the_loader_would_cut_is_refused() -> None:
 
 def test_a_trainer_less_exact_than_engine_and_checkpoint_is_said_by_name(caplog: pytest.LogCaptureFixture) -> None:
     gate, up = torch.zeros(4, 3), torch.zeros(4, 3, dtype=torch.bfloat16)
-    own: Offered = {"gate": ((4, 3), torch.float32), "up": ((4, 3), torch.float32)}
+    own: Shapes = {"gate": ((4, 3), torch.float32), "up": ((4, 3), torch.float32)}
 
     def checked(dtype: torch.dtype) -> str:
         caplog.clear()
@@ -136,79 +139,66 @@ def test_weights_that_the_trainer_calls_otherwise_are_refused_with_the_nearest_n
         check_covered(refitd.LoaderTrace({}, {}, ("none",), ()), {"none": torch.zeros(1)})
 
 
-def test_tensors_that_an_engine_takes_nothing_of_are_said(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_that_an_engine_takes_nothing_of_are_said(
+    engine: Any, offer: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    offer("eh_proj.weight")
     with caplog.at_level(logging.WARNING):
-        for settings in ({"stages": 2}, {"experts": True}):  # other ranks take them
-            made(engine, **settings)._check(trace("layers.1.w"), {})
+        for setting, value in (
+            ("pipeline_parallel_size", 2),
+            ("enable_expert_parallel", True),
+        ):  # other ranks take them
+            one = made(engine)
+            setattr(one.parallel_config, setting, value)
+            registered(one)
         assert not caplog.records
-        made(engine)._check(trace("model.layers.61.eh_proj.weight"), {})
-    assert "takes nothing of 1 tensors that the trainer offers: model.layers.61.eh_proj.weight" in caplog.text
+        registered(made(engine))
+    assert "takes nothing of 1 tensors that the trainer offers: eh_proj.weight" in caplog.text
 
 
-def test_an_engine_that_is_refused_tries_again(
+def test_an_engine_that_waits_or_is_refused_tries_again_and_logs_each_reason_once_in_vllms_log(
     engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine that has its name may go, and a trainer with other tensors may come."""
-    monkeypatch.setattr(engine, "REFUSED_AGAIN_S", 0.0)
-    one, tries, registered = made(engine), [], threading.Event()
+    """It may wait for days and retries every 2 s. vLLM shows only its own loggers' lines, and only from INFO."""
+    monkeypatch.setattr(Retries, "again_s", 0.0)
+    monkeypatch.setattr(Retries, "refused_s", 0.0)
+    lost = refitd.PeerLost("no refitd daemon is running in /run/x")
+    waits = refitd.DeadlineExceeded("model 'policy': no tensors are offered; registered models: actor")
+    refused = refitd.RefusedError("replica 'a' is taken")
+    tries, done = iter([*[lost] * 3, *[waits] * 3, *[refused] * 3, lost]), threading.Event()
 
-    def bind(info: Any) -> None:
-        tries.append(info)
-        if len(tries) < 4:
-            raise refitd.RefusedError("replica 'a' is taken")
-        one._stopped.set()
-        registered.set()
+    def connect(*_: Any, **__: Any) -> Any:
+        if (error := next(tries, None)) is not None:
+            raise error
+        done.set()
+        done.wait(0.01)
+        raise lost
 
-    monkeypatch.setattr(one, "_bind", bind)
-    monkeypatch.setattr(one, "_commit_when_idle", lambda: None)
-    one._run(None)
-    assert registered.is_set() and len(tries) == 4
-    said = [record.getMessage() for record in caplog.records if "not refitted" in record.getMessage()]
-    assert said == ["refitd: this engine is not refitted: replica 'a' is taken; it serves what it has, and tries again"]
-
-
-def test_an_engine_that_waits_says_each_reason_once_in_vllms_log(
-    engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It may wait for days, and tries every 2 s. vLLM shows what its own loggers say, and their INFO."""
-    monkeypatch.setattr(engine, "TRY_AGAIN_S", 0.0)
-    one = made(engine)
-    tries = iter(
-        [
-            *[refitd.PeerLost("no refitd daemon is running in /run/x")] * 3,
-            *[refitd.DeadlineExceeded("model 'policy': no tensors are offered; registered models: actor")] * 3,
-            None,
-            refitd.PeerLost("no refitd daemon is running in /run/x"),
-        ]
-    )
-
-    def bind(info: Any) -> None:
-        found = next(tries, StopIteration)
-        if found is StopIteration:
-            one._stopped.set()
-        elif found is not None:
-            raise found
-
-    monkeypatch.setattr(one, "_bind", bind)
-    monkeypatch.setattr(one, "_commit_when_idle", lambda: None)
+    monkeypatch.setattr(refitd, "connect", connect)
     with caplog.at_level(logging.INFO):
-        one._run(None)
+        one = made(engine, follow=True)
+        assert done.wait(30)
+        one.shutdown()
     assert {record.name for record in caplog.records} == {"vllm.refitd"}
-    lost = "refitd: no refitd daemon is running in /run/x; this engine serves what it has, and tries again"
-    waits = "refitd: waiting for a trainer: model 'policy': no tensors are offered; registered models: actor"
-    assert [record.getMessage() for record in caplog.records] == [lost, waits, lost]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"refitd: {lost}; this engine serves what it has, and tries again",
+        f"refitd: waiting for a trainer: {waits}",
+        f"refitd: this engine is not refitted: {refused}; it serves what it has, and tries again",
+        f"refitd: {lost}; this engine serves what it has, and tries again",
+    ]
 
 
-def test_a_quantised_engine_is_refused_by_the_weights_name_and_with_what_remains(engine: Any) -> None:
-    one = made(engine)
+def test_a_quantised_engine_is_refused_by_the_weights_name_and_with_what_remains(
+    engine: Any, offer: Callable[..., None]
+) -> None:
+    offer()
+    one = made(engine, Model(2.0))
+    with pytest.raises(refitd.RefusedError, match=r"^1 weights are no copies"):
+        registered(one)
     one.model_config.quantization = "compressed-tensors"
-    packed = refitd.LoaderTrace(metadata={}, computed={"q_proj.weight": ("q",)}, untouched=(), unused=())
-    says = r"quantised \(compressed-tensors\).*: q_proj\.weight; serve .* or publish a LoRA adapter alone"
-    with pytest.raises(refitd.RefusedError, match=says), one._if_quantised():
-        one._check(packed, {"q_proj.weight": torch.zeros(2)})
-    one.model_config.quantization = None
-    with pytest.raises(refitd.RefusedError, match=r"^1 weights are no copies"), one._if_quantised():
-        one._check(packed, {"q_proj.weight": torch.zeros(2)})
+    says = r"quantised \(compressed-tensors\).*: w; serve .* or publish a LoRA adapter alone"
+    with pytest.raises(refitd.RefusedError, match=says):
+        registered(one)
 
 
 def test_an_engine_whose_server_has_ended_computes_nothing_more(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""An adapter that vLLM loads from memory, with stand-ins for vLLM; scripts/try-engines runs it with vLLM."""
+"""An adapter that vLLM loads from memory, with fakes for vLLM; scripts/try-engines runs it with vLLM."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_version_goes_live_when_vllm_loads_the_adapter_again(manager: Manager,
     first.tensors[NAMES[1]].mul_(4)  # vLLM merges the scaling in place
     assert (held.tensors[NAMES[1]] == 1).all()
     held.serve(None)
-    assert manager.removed == []  # what was loaded is what is held
+    assert manager.removed == []  # the loaded adapter is up to date
     held.tensors[NAMES[0]].fill_(2)
     held.serve(1)
     held.serve(1)

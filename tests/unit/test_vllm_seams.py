@@ -1,4 +1,4 @@
-"""What the adapter changes inside vLLM, with stand-ins for its modules; scripts/try-engines runs it with vLLM."""
+"""The adapter's changes inside vLLM, with fakes for its modules; scripts/try-engines runs it with vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import refitd
-from refitd.adapters.vllm import seams, unpacked_experts
+from refitd.adapters.vllm import seams
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **held: object) -> None:
@@ -76,7 +76,7 @@ def test_only_engines_of_refitd_on_cpus_rest_while_they_wait(monkeypatch: pytest
     for others in (executor(None, "cpu"), executor("nccl", "cpu"), executor("refitd", "cuda")):
         assert start(others) == "started" and queues.sched_yield == "vLLM's"
     assert start(executor("refitd", "cpu")) == "started"
-    assert queues.sched_yield.func is time.sleep and queues.sched_yield.args[0] > 0  # sleeping lets others run
+    assert queues.sched_yield.func is time.sleep and queues.sched_yield.args[0] > 0  # sleeping lets other threads run
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -95,7 +95,7 @@ def test_unpacked_experts_are_the_weighted_sum_over_those_that_are_here(
     ids = torch.tensor([[0, 5], [1, 4], [3, 5], [0, 1], [4, 2]], dtype=torch.int32)
     places = torch.tensor([-1, 0, -1, 1, 2, -1])  # experts 1, 3 and 4 of 6
     output = torch.full((tokens, hidden), 7.0)
-    unpacked_experts._experts(
+    seams._experts(
         SimpleNamespace(w1_bias=None, w2_bias=None),
         output=output,
         hidden_states=x,

@@ -1,4 +1,4 @@
-"""Strided copies, followed along the dimensions of a shape: every element stays paired with its own."""
+"""Strided copies that walk along the dimensions of a shape: every source element keeps its destination."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 
 from refitd.describe.layout import row_major
-from refitd.describe.walks import Laid, Walk, along, inside, walk_between
 from refitd.errors import PlanError
+from refitd.tracing.walks import Laid, Walk, along, inside, walk_between
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 
@@ -56,7 +56,7 @@ def follow(view: torch.Tensor) -> Walk:
 
 
 def coordinates(laid: Laid) -> list[tuple[int, tuple[int, ...]]]:
-    """Side a of each pair, and the coordinates of side b by the walk's own account."""
+    """Return side a of each pair, and the coordinates of side b as the walk reports them."""
     found = [(laid.walk.a, laid.start)]
     for axis, dim, step in zip(laid.walk.axes, laid.dims, laid.steps, strict=True):
         found = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import os
 import random
 import signal
 import subprocess
@@ -19,25 +18,18 @@ import numpy.typing as npt
 import pytest
 
 from refitd.buffers import mapping, windows
-from refitd.buffers.arena import MappedArena, create
+from refitd.buffers.arena import MappedArena
 from refitd.buffers.windows import ArenaPart, WindowedArena, WindowPair, placed
 from refitd.errors import ArenaError, CommitError
+from tests.support.arenas import arena_of
 from tests.support.mapped import is_arena
 
 SIZES = (300 << 10, 5 << 20, 100, (1 << 20) + 17, 4096)
 FOREIGN = 9
 
 
-def arena_of(nbytes: int) -> MappedArena:
-    fd = create(nbytes, "test")
-    try:
-        return MappedArena(fd, nbytes, write=True)
-    finally:
-        os.close(fd)
-
-
 class Memory:
-    """Ordinary memory, of which some spans are an arena's, with foreign bytes before, between and after them."""
+    """Ordinary memory; some spans belong to an arena, with foreign bytes before, between and after them."""
 
     def __init__(self, sizes: tuple[int, ...] = SIZES) -> None:
         self.all = np.full(sum(sizes) + 1000 * (len(sizes) + 1), FOREIGN, np.uint8)
@@ -81,7 +73,7 @@ def test_a_window_keeps_its_place_in_the_page_and_small_parts_are_packed() -> No
     parts, nbytes = placed([(7 * page + 64, large), (3 * page + 300, small), (40 * page, large)])
     assert parts[0] == ArenaPart(7 * page + 64, large, 64)
     assert parts[0].window() == ArenaPart(8 * page, large - page, page)
-    # it takes as many pages as it may need anywhere: 1 MiB and one; 300 is 44 beyond a multiple of 64
+    # it reserves the pages for the worst address: 1 MiB and one; 300 is 44 beyond a multiple of 64
     assert parts[1] == ArenaPart(3 * page + 300, small, (1 << 20) + page + 44) and parts[1].window() is None
     assert parts[2] == ArenaPart(40 * page, large, (1 << 20) + 2 * page) and nbytes == (2 << 20) + 3 * page
     elsewhere = placed([(9 * page + 4000, large), (64 + 44, small), (5 * page + 12, large)])
@@ -326,7 +318,7 @@ for what in ("maps", "space", "below"):
 
 @pytest.mark.slow
 def test_limits_refuse_and_nothing_is_lost() -> None:
-    """vm.max_map_count is reached, address space is full, or its limit is below what is in use."""
+    """vm.max_map_count is reached, address space is full, or its limit is below the current use."""
     done = subprocess.run([sys.executable, "-c", LIMITS], check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(done.stdout.splitlines()) == 10

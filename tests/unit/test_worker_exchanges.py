@@ -1,29 +1,39 @@
-"""A worker's jobs over an epoch: one that cannot be prepared leaves nothing behind for the next one."""
+"""Epochs of workers: joining, leaving, and the jobs over them."""
 
 from __future__ import annotations
 
+import gc
 import os
+import socket
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from refitd.addressing.between_nodes import TransferList
-from refitd.buffers import arena as memory
-from refitd.buffers.arena import MappedArena
-from refitd.copy_services.base import Capabilities
-from refitd.copy_services.epoch import Epoch
-from refitd.copy_services.registry import Backend, Registry
-from refitd.errors import DeadlineExceeded, TransportError
+from refitd.buffers import handoff
+from refitd.copy_services import Backend, Capabilities, Epoch
+from refitd.copy_services.registry import Registry, installed
+from refitd.daemon.actions import ToCoordinator, ToWorker
+from refitd.daemon.effects import Effects
+from refitd.daemon.jobs import COLD_PATIENCE_TICKS, PATIENCE_TICKS, WARM_UP_TICKS, LocalEpochs
+from refitd.errors import DeadlineExceeded, PeerLost, TransportError
+from refitd.protocol import cluster, sidecar
 from refitd.protocol.base import Secret
+from refitd.protocol.codec import Decoder, encode
 from refitd.protocol.sidecar import HeldBase, JoinEpoch
+from refitd.testing import eventually
 from refitd.worker.exchanges import Exchanges
+from refitd.worker.main import DaemonLink, Worker
+from tests.support.arenas import arena_of
 
 
 class Noting:
-    """What of an ExchangeService a worker asks for while it prepares."""
+    """The methods of an ExchangeService that a worker calls while it prepares."""
 
     ranks = (0, 1)
 
@@ -60,7 +70,6 @@ def receives(*offsets: int) -> bytes:
         path=column(0),
         hop=column(0),
         arena=column(3),
-        pid=column(0),
         offset=np.array(offsets, np.int64),
         stride=np.ones((n, 1), np.int64),
         origin=numbers,
@@ -86,7 +95,7 @@ def joined(service: Any, timeout_s: float, arenas: Any = None) -> Exchanges:
 
 
 class Looking(Noting):
-    """Runs nothing, and looks at the bases of the noted pieces before and after each report of progress."""
+    """A service without transfers; it reads the bases of the noted pieces before and after each progress report."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +108,7 @@ class Looking(Noting):
     receive = send
 
     def run(self, timeout: float, transfers: Any, *, verify: bool, on_progress: Any, on_wrong_base: Any) -> Any:
-        from refitd.copy_services.exchange import ExchangeResult
+        from refitd.copy_services import ExchangeResult
 
         for _ in range(3):
             self.bases.append([piece.base and piece.base.version for piece in self.pieces])
@@ -109,11 +118,7 @@ class Looking(Noting):
 
 def test_a_job_uses_the_bases_of_a_run_until_it_is_told_that_they_are_wanted() -> None:
     pytest.importorskip("torch")
-    arenas = {}
-    for number in (3, 4, 5):
-        fd = memory.create(4096, "test")
-        arenas[number] = MappedArena(fd, 4096, write=number != 4)
-        os.close(fd)
+    arenas = {number: arena_of(4096, write=number != 4) for number in (3, 4, 5)}
     arenas[5].bytes[:] = 5
     service = Looking()
     anything: Any = service
@@ -168,9 +173,7 @@ def test_a_worker_that_was_ready_names_who_did_not_come(monkeypatch: pytest.Monk
 
 def test_a_job_that_cannot_be_prepared_leaves_no_halves_for_the_next_one() -> None:
     pytest.importorskip("torch")
-    fd = memory.create(4096, "test")
-    arenas = {3: MappedArena(fd, 4096, write=True)}
-    os.close(fd)
+    arenas = {3: arena_of(4096)}
     service = Noting()
     anything: Any = service
     exchanges = joined(lambda epoch: anything, 5.0, arenas)
@@ -180,3 +183,153 @@ def test_a_job_that_cannot_be_prepared_leaves_no_halves_for_the_next_one() -> No
     exchanges.prepare("e", receives(0, 100))
 
     assert service.held[-1] == [(0, 0), (1, 0)] and not service.noted
+
+
+# --- An abandoned epoch ends immediately in workers that are joining it; a worker that cannot leave it is ended.
+
+
+EPOCH = cluster.EpochPlan(
+    id="e1",
+    service="gloo",
+    nodes=("n0", "n1"),
+    hosts=("h", "h"),
+    lanes=2,
+    staging_bytes=1 << 20,
+    timeout_s=5.0,
+    key=Secret(bytes(32)),
+)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def test_a_worker_leaves_an_epoch_that_was_given_up_before_it_came_to_it(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    here, there = pair
+    worker = DaemonLink(here)
+    for epoch in ("e2", "e1"):
+        handoff.send(there, encode(0, sidecar.LeaveEpoch(epoch=epoch)))
+    with pytest.raises(PeerLost, match="given up"):
+        worker.await_value("e1", "0/0", {}, 60.0)
+    # the worker read the message about e2 while it waited for e1, so it does not wait here
+    with pytest.raises(PeerLost, match="given up"):
+        worker.await_value("e2", "0/0", {}, 60.0)
+    assert [worker.next()[0].epoch for _ in range(2)] == ["e2", "e1"]  # type: ignore[union-attr]
+
+
+def stuck_after(ticks: int, *said: sidecar.LaneValue | sidecar.EpochJoined, is_warm: bool = True) -> list[int]:
+    out = Effects(0.0)
+    epochs = LocalEpochs("n0", "127.0.0.1")
+    epochs.join(out, "plan", EPOCH)
+    epochs.worker_said(out, 0, sidecar.EpochJoined(epoch="e1"))
+    if is_warm:
+        epochs.worker_said(out, 1, sidecar.LaneValue(epoch="e1", key="0/0", value=b""))
+    epochs.leave(out, "e1")
+    assert [i.worker for i in out if isinstance(i, ToWorker) and isinstance(i.message, sidecar.LeaveEpoch)] == [0, 1]
+    for message in said:
+        epochs.worker_said(out, 1, message)
+    found: list[int] = []
+    for _ in range(ticks):
+        found = [worker for worker, _ in epochs.tick(out)]
+    return found
+
+
+def test_only_a_worker_that_does_not_come_out_is_stuck() -> None:
+    assert stuck_after(PATIENCE_TICKS) == []
+    assert stuck_after(PATIENCE_TICKS + 1) == [1]
+    assert stuck_after(PATIENCE_TICKS + 1, sidecar.EpochJoined(epoch="e1", reason="given up")) == []
+    assert stuck_after(PATIENCE_TICKS + 1, sidecar.EpochJoined(epoch="e1")) == []
+
+
+def test_a_worker_that_still_loads_what_its_first_epoch_needs_is_given_longer() -> None:
+    assert stuck_after(PATIENCE_TICKS + 1, is_warm=False) == []
+    assert stuck_after(COLD_PATIENCE_TICKS + 1, is_warm=False) == [1]
+
+
+def test_workers_of_a_fleet_load_what_their_first_epoch_needs_before_there_is_one() -> None:
+    out = Effects(0.0)
+    epochs = LocalEpochs("n0", "127.0.0.1", workers=3, warms="gloo")
+    epochs.worker_gone(out, 2, "worker 2 on node n0", "it died")
+    epochs.worker_said(out, 1, sidecar.LaneValue(epoch="e1", key="0/0", value=b""))  # already loaded
+    for _ in range(WARM_UP_TICKS - 1):
+        epochs.tick(out)
+    assert out == []
+    for _ in range(3):
+        epochs.tick(out)
+    assert out == [ToWorker(worker, sidecar.WarmUp(service="gloo")) for worker in (0, 2)]
+    epochs.worker_gone(out, 1, "worker 1 on node n0", "it died")
+    for _ in range(WARM_UP_TICKS - 1):
+        epochs.tick(out)
+    assert len(out) == 2, "what it is given again comes first"
+    for _ in range(3):
+        epochs.tick(out)
+    assert out[2:] == [ToWorker(1, sidecar.WarmUp(service="gloo"))]
+
+
+def test_an_epoch_that_a_stuck_worker_never_came_to_waits_for_its_successor() -> None:
+    out = Effects(0.0)
+    epochs = LocalEpochs("n0", "127.0.0.1")
+    epochs.join(out, "plan", EPOCH)
+    epochs.worker_said(out, 1, sidecar.LaneValue(epoch="e1", key="here/0", value=b""))
+    epochs.leave(out, "e1")
+    epochs.worker_said(out, 0, sidecar.EpochJoined(epoch="e1", reason="given up"))
+    epochs.join(out, "plan", structs.replace(EPOCH, id="e2"))
+    epochs.value(out, sidecar.LaneValue(epoch="e2", lane=1, key="here/1", value=b"there"))
+    out.clear()
+    epochs.worker_gone(out, 1, "worker 1 on node n0", "it did not come out of epoch e1, which was given up")
+    assert [type(i.message) for i in out if isinstance(i, ToWorker)] == [sidecar.JoinEpoch, sidecar.LaneValue]
+    assert not [i for i in out if isinstance(i, ToCoordinator)]  # epoch e2 is not lost
+    joined = [epochs.worker_said(out, worker, sidecar.EpochJoined(epoch="e2")) for worker in (0, 1)]
+    assert joined == [None, ("plan", "e2")]
+    out.clear()
+    epochs.worker_gone(out, 1, "worker 1 on node n0", "was killed")  # now the worker was in the epoch
+    assert [type(i.message) for i in out if isinstance(i, ToCoordinator)] == [cluster.PlanLoaded]
+
+
+def test_a_worker_does_not_go_on_with_a_value_of_an_epoch_it_is_to_leave(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    here, there = pair
+    handoff.send(there, encode(0, sidecar.LaneValue(epoch="e1", key="0/0", value=b"here")))
+    values: dict[tuple[str, str], bytes] = {}
+    worker = DaemonLink(here)
+    assert worker.await_value("e1", "0/0", values, 60.0) == b"here"
+    handoff.send(there, encode(0, sidecar.LeaveEpoch(epoch="e1")))
+    with pytest.raises(PeerLost, match="given up"):
+        worker.await_value("e1", "0/0", values, 60.0)
+
+
+def test_a_worker_that_met_nobody_keeps_no_descriptor_of_it(pair: tuple[socket.socket, socket.socket]) -> None:
+    here, there = pair
+    worker = Worker(here, installed())
+    worker._handle(sidecar.WarmUp(service="no such service"), ())
+    worker._handle(sidecar.WarmUp(service="gloo"), ())  # load torch now, because its open files are not part of joining
+    before = len(os.listdir("/proc/self/fd"))
+    gc.disable()  # a collection may run at any time, or not for long
+    try:
+        for number in range(4):
+            meet = sidecar.JoinEpoch(
+                epoch=f"e{number}",
+                service="gloo",
+                index=0,
+                labels=("worker 0 on node n0", "worker 0 on node n1"),
+                address="127.0.0.1",
+                staging_bytes=1 << 20,
+                timeout_s=0.5,
+                key=Secret(bytes(32)),
+            )
+            worker._handle(meet, ())
+            # threads of the failed group may close their sockets a little later
+            eventually(lambda: len(os.listdir("/proc/self/fd")) <= before, "the failed epoch keeps no descriptor")
+    finally:
+        gc.enable()
+    there.settimeout(1.0)
+    decoder: Decoder[sidecar.FromWorker] = Decoder(sidecar.FromWorker, handoff.MAX_DATAGRAM)
+    said = [decoder.decode(handoff.receive(there)[0])[1] for _ in range(8)]
+    assert [type(message) for message in said] == [sidecar.LaneValue, sidecar.EpochJoined] * 4

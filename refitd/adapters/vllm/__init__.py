@@ -1,4 +1,4 @@
-"""vLLM: a weight transfer backend that takes versions over in place, driven by a trainer or by nobody.
+"""Refit vLLM engines in place through a weight transfer backend, driven by a trainer or following by themselves.
 
     vllm serve MODEL --weight-transfer-config '{"backend": "refitd"}'
     ... --additional-config '{"refitd": {"model": "policy", "replica": "a", "follow": true}}'
@@ -12,7 +12,7 @@ BACKEND = "refitd"
 
 
 def register() -> None:
-    """Make the backend known to this vLLM process; an untested version of vLLM is refused when it is used."""
+    """Register the backend in this vLLM process; an untested vLLM is refused only when the backend is used."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
     from refitd.adapters.vllm import seams

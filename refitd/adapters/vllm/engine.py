@@ -1,4 +1,4 @@
-"""The engine side, in each of vLLM's workers: learns what its loader does, registers, and takes versions over."""
+"""Refit one vLLM worker: learn the layout from its loader, register, and commit versions."""
 
 from __future__ import annotations
 
@@ -21,26 +21,19 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import refitd
-from refitd.adapters.engine_checks import Offered, check_covered, check_shapes
-from refitd.adapters.engine_memory import adopt
-from refitd.adapters.said import Said
-from refitd.adapters.vllm.ends import live_with_server
+from refitd.adapters.driving import CATCH_UP_S, live_version
+from refitd.adapters.engines import Learner, Retries, adopt
+from refitd.adapters.streams import Shapes
 from refitd.adapters.vllm.lora import HeldAdapter
-from refitd.adapters.vllm.seams import check_version, is_one_of_many, rest_between_looks
+from refitd.adapters.vllm.seams import check_version, is_one_of_many, live_with_server, rest_between_looks
 
-# vLLM writes its own loggers' lines, with its level and its prefixes; of others Python writes warnings alone
+# below "vllm", so lines get vLLM's level and prefixes; from other loggers Python writes only warnings
 log = logging.getLogger("vllm.refitd")
 
-# How long an engine that follows by itself waits between two tries to find its trainer, after a refusal (another
-# trainer may come, and the engine that has its name may go), and to find an idle moment; and how often it looks whether
-# its daemon is there.
-TRY_AGAIN_S = 2.0
-REFUSED_AGAIN_S = 10.0
+# How long a following engine waits between two tries to commit while idle, and how often it checks that its daemon is
+# running.
 IDLE_S = 0.005
 LOOK_S = 1.0
-
-# How long an engine that is driven waits for the version that the others serve, when it registers.
-CATCH_UP_S = 20.0
 
 
 @dataclass
@@ -52,13 +45,13 @@ class RefitdInitInfo(WeightTransferInitInfo):
         replica: this engine's name; "" is its host and vLLM's instance id. Data-parallel engines of a dense model add
             their index.
         directory: the daemon's directory; "" is this user's default one.
-        follow: take every decided version over between two steps; nobody drives the engine.
-        check: compare what the engine holds with the checkpoint that it was started with before the layout is trusted.
+        follow: commit every decided version between two steps, without a trainer that drives the engine.
+        check: compare the engine's weights with its checkpoint before using the layout.
         lora: the folder of a LoRA adapter, as requests name it. Versions of `model` are then this adapter's tensors,
-            and the engine's own weights stay.
-        adopt: move weights that lie in main memory into an arena, so that versions flip instead of being copied.
+            and the engine's own weights do not change.
+        adopt: move weights from main memory into an arena; versions then flip instead of being copied.
         keep_prefix_cache: follow although cached prefixes were computed by older versions.
-        timeout_s: seconds for the trainer's tensors to be known, and for one version to be taken over.
+        timeout_s: seconds to wait for the trainer's tensors, and for each version.
     """
 
     model: str = "policy"
@@ -74,13 +67,13 @@ class RefitdInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class RefitdUpdateInfo(WeightTransferUpdateInfo):
-    """The version that is to be live when `update_weights` returns."""
+    """The version that is live when `update_weights` returns."""
 
     version: int = 0
 
 
 class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
-    """vLLM's lifecycle: init binds, update takes over a version that is decided; finish has nothing to do."""
+    """vLLM's lifecycle: init registers, update commits a decided version, finish does no work."""
 
     init_info_cls = RefitdInitInfo
     update_info_cls = RefitdUpdateInfo
@@ -99,8 +92,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         self._client: refitd.Client | None = None
         self._target: refitd.Target | None = None
         self._adapter: HeldAdapter | None = None
-        self._is_checked = False
-        self._own: Offered = {}  # what the checkpoint has that this engine was started with
+        self._learner: Learner | None = None
         self._torn = ""  # why the weights may be parts of two versions
         self._stopped = threading.Event()
         self._follower: threading.Thread | None = None
@@ -111,10 +103,10 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             self._follow(info)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> RefitdInitInfo:
-        """Return the settings: those of the command line, overridden by these.
+        """Return the command line's settings, overridden by `init_dict`.
 
         Raises:
-            ValueError: one is unknown, or of another type ("false" would be taken for true).
+            ValueError: a setting is unknown, or has another type ("false" would count as true).
         """
         known = {field.name for field in fields(RefitdInitInfo)}
         if unknown := sorted((self._given.keys() | init_dict.keys()) - known):
@@ -130,21 +122,24 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
     # --- driven by a trainer ------------------------------------------------------------------------------
 
     def init_transfer_engine(self, init_info: RefitdInitInfo) -> None:
-        """Register this rank: afterwards swaps reach it."""
+        """Register this rank; afterwards swaps include it."""
         if self._follower is not None:
             raise refitd.RefusedError("this engine follows by itself (follow = true); nobody needs to drive it")
         if self._target is not None and isinstance(self._target.error, refitd.PeerLost):
-            self._let_go()  # its daemon has gone
+            self._let_go()  # its daemon is lost
         if self._target is None:
-            self._bind(init_info)
+            try:
+                self._bind(init_info)
+            except refitd.PeerLost:
+                self._let_go()  # the next call connects again
+                raise
             self._catch_up()
 
     def _catch_up(self) -> None:
-        """Take over what the other replicas serve: a commit that nobody drives would hold up the next swap."""
+        """Commit the version that the other replicas serve: left pending, it would delay the next swap."""
         assert self._client is not None
         target = self._bound()
-        live = next((m.live for m in self._client.status().models if m.model == target.model), None)
-        if live is not None:
+        if (live := live_version(self._client, target.model)) is not None:
             self._take_over(live, CATCH_UP_S)
 
     def _take_over(self, version: int, timeout_s: float) -> None:
@@ -155,7 +150,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             log.warning("refitd: this engine serves what it has until the next version: %s", exc)
 
     def start_weight_update(self) -> None:
-        """Take over what was decided while nobody drove this engine. The next version is staged beside the live one."""
+        """Commit a version that was decided since the last update; the next one is staged beside it."""
         if (late := self._bound().pending) is not None:
             self._take_over(late, CATCH_UP_S)
 
@@ -164,7 +159,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: RefitdUpdateInfo) -> None:
-        """Take the version over, in place, as soon as it is decided."""
+        """Commit the version in place, as soon as it is decided."""
         with self._lock:
             self._wait(update_info.version, self._info.timeout_s)
 
@@ -179,14 +174,14 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         self._torn = ""
 
     def finish_weight_update(self) -> None:
-        """Nothing is left to do: the version is live."""
+        """Return: the version is already live."""
 
     def shutdown(self) -> None:
-        """Take the registration back."""
+        """End the registration."""
         self._stopped.set()
         self._let_go()
 
-    # --- driven by nobody ---------------------------------------------------------------------------------
+    # --- following by itself ------------------------------------------------------------------------------
 
     def _follow(self, info: RefitdInitInfo) -> None:
         if self.vllm_config.cache_config.enable_prefix_caching and not info.keep_prefix_cache:
@@ -198,39 +193,32 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         self._follower.start()
 
     def _run(self, info: RefitdInitInfo) -> None:
-        """Register once there is a trainer, and commit while no forward pass comes by."""
-        said = Said(log)
+        """Register once a trainer has, and commit while no forward pass runs."""
+        retries = Retries(log)
         while not self._stopped.is_set():
-            pause_s = TRY_AGAIN_S
+            pause_s = retries.again_s
             try:
                 if self._target is None:
                     self._bind(info)
-                    said = Said(log)
+                    retries.succeeded()
                 self._commit_when_idle()
-            except refitd.DeadlineExceeded as exc:
-                said.say(logging.INFO, f"refitd: waiting for a trainer: {exc}")
-            except refitd.TransportError as exc:  # PeerLost is one
-                said.say(logging.WARNING, f"refitd: {exc}; this engine serves what it has, and tries again")
-                self._let_go()
             except refitd.CommitError as exc:
                 log.error("refitd: %s", exc)
-                self._torn = str(exc)  # until a version has been taken over whole
+                self._torn = str(exc)  # until a full version is committed
             except refitd.RefitdError as exc:
-                text = f"refitd: this engine is not refitted: {exc}; it serves what it has, and tries again"
-                said.say(logging.ERROR, text)
-                pause_s = REFUSED_AGAIN_S
-                if self._target is not None:
-                    self._let_go()  # evicted, say: it has to register anew
+                pause_s = retries.after(exc)
+                if self._target is not None or isinstance(exc, refitd.PeerLost):
+                    self._let_go()  # an evicted engine, for example, has to register again
             self._stopped.wait(pause_s)
 
     def _commit_when_idle(self) -> None:
-        """Return when the registration has ended."""
+        """Commit while no forward pass runs; return when the registration has ended."""
         target, looked = self._bound(), time.monotonic()
         while not self._stopped.wait(IDLE_S) and self._target is target:
             is_due = target.pending is not None or time.monotonic() - looked > LOOK_S
             if is_due and self._lock.acquire(timeout=IDLE_S):
                 try:
-                    # the next forward pass has this number, and waits for the lock: this rank stands before it
+                    # the next forward pass has this number and waits for the lock: this rank is paused before it
                     if target.poll(step=self._steps + 1, begin=False) is not None:
                         self._torn = ""
                 finally:
@@ -238,14 +226,14 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
                 looked = time.monotonic()
 
     def _let_go(self) -> None:
-        """Forget a registration whose daemon has gone; the follower registers again."""
+        """Drop the registration; the follower registers again."""
         client, self._client, self._target = self._client, None, None
         if client is not None:
             client.close()
 
     @contextlib.contextmanager
     def refitd_step(self) -> Iterator[None]:
-        """A commit point, then one forward pass, during which nothing is committed."""
+        """Offer a commit point, then run one forward pass without commits."""
         if self._lifeline is not None:
             self._lifeline.check()
         with self._lock:
@@ -281,22 +269,24 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         )
         rank, world_size, replica = self._place(info)
         offered = client.tensors(info.model, timeout=min(info.timeout_s, 10.0) if info.follow else info.timeout_s)
-        with self._lock:  # the model's loader and vLLM's configuration of the moment are nothing for two threads
+        # under the lock, because the model's loader and vLLM's current configuration are not thread-safe, and a
+        # registration restores the version of an engine that was restarted
+        with self._lock:
             if info.lora:
                 tensors, metadata = self._hold_adapter(info.lora, offered), None
             else:
                 with self._if_quantised():
                     tensors, metadata = self._learn(client, info, offered, rank)
-        target = client.register_target(
-            info.model,
-            tensors,
-            replica=replica,
-            rank=rank,
-            world_size=world_size,
-            metadata=metadata,
-            cast=bool(info.lora),
-            timeout=info.timeout_s,
-        )
+            target = client.register_target(
+                info.model,
+                tensors,
+                replica=replica,
+                rank=rank,
+                world_size=world_size,
+                metadata=metadata,
+                cast=bool(info.lora),
+                timeout=info.timeout_s,
+            )
         self._info, self._target = info, target
         log.info(
             "refitd: %s rank %d of %d: %d tensors of %r registered in %.2f s; versions %s",
@@ -311,7 +301,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
 
     @contextlib.contextmanager
     def _if_quantised(self) -> Iterator[None]:
-        """Say what remains where an engine's layout cannot be learned because it is quantised."""
+        """Add the alternatives to the error if quantisation prevents learning the layout."""
         try:
             yield
         except (refitd.PlanError, refitd.RefusedError) as exc:
@@ -322,39 +312,32 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
                 "model unquantised, or publish a LoRA adapter alone (`lora`), which leaves these weights as they are"
             ) from exc
 
-    def _hold_adapter(self, folder: str, offered: Offered) -> dict[str, torch.Tensor]:
-        """Return the tensors of the adapter that the engine loads from memory from now on."""
+    def _hold_adapter(self, folder: str, offered: Shapes) -> dict[str, torch.Tensor]:
+        """Return the adapter's tensors; from now on the engine loads the adapter from memory."""
         if self._adapter is None:
             self._adapter = HeldAdapter(self.model, folder)
         self._adapter.check_offered(offered)
         return self._adapter.tensors
 
     def _learn(
-        self, client: refitd.Client, info: RefitdInitInfo, offered: Offered, rank: int
+        self, client: refitd.Client, info: RefitdInitInfo, offered: Shapes, rank: int
     ) -> tuple[dict[str, torch.Tensor], list[refitd.ParameterMetadata]]:
-        """Return the engine's weights, where versions flip if they can, and what its loader puts into them."""
-        params = dict(self.model.named_parameters())
-        # what no checkpoint holds (tables of experts, of rotations) is the engine's own, and its loader may read it
-        held = {**{name: held for name, _, _, held in refitd.named_persistent_buffers(self.model)}, **params}
-        has_checkpoint = info.check and self.vllm_config.load_config.load_format != "dummy"
-        if has_checkpoint:
-            self._own = self._own or {name: (tuple(weight.shape), weight.dtype) for name, weight in self._checkpoint()}
-            check_shapes(self._own, offered)
-        trace = refitd.trace_loader(held, self._load, offered, owner_rank=rank)
+        """Return the engine's weights (in an arena if versions can flip) and their layout, from its loader."""
+        if self._learner is None:
+            has_checkpoint = info.check and self.vllm_config.load_config.load_format != "dummy"
+            self._learner = Learner(self.model, self._load, self._checkpoint if has_checkpoint else None)
+        trace, held = self._learner.learn(offered, rank)
         log.info("refitd: layout of %d tensors: %s", len(trace.metadata), trace.proof or "not proven")
-        self._check(trace, params)
-        if has_checkpoint and not self._is_checked:
-            self._check_held(held, trace if self._own == offered else None)
-            self._is_checked = True  # later the engine holds other versions than its checkpoint's
+        self._check_unused(trace.unused)
         if info.adopt and (why := adopt(client, {n: held[n] for n in trace.metadata}, info.timeout_s)):
             log.warning("refitd: versions are copied into this engine's weights, and do not flip: %s", why)
         return {name: held[name].data for name in trace.metadata}, [*trace.metadata.values()]
 
     def _place(self, info: RefitdInitInfo) -> tuple[int, int, str]:
-        """Return rank, world size and name of the replica that this worker is part of."""
+        """Return this worker's rank, and its replica's world size and name."""
         p = self.parallel_config
         replica = info.replica or f"{socket.gethostname()}-{self.vllm_config.instance_id}"
-        if p.data_parallel_size > 1:  # a mixture of experts: each layer's lie on all of them, so they flip together
+        if p.data_parallel_size > 1:  # a layer's experts are on all data-parallel ranks: these flip together
             return p.data_parallel_index * p.world_size + p.rank, p.data_parallel_size * p.world_size, replica
         if is_one_of_many(p):
             return p.rank, p.world_size, f"{replica}-dp{p.data_parallel_index}"
@@ -364,31 +347,25 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         with set_current_vllm_config(self.vllm_config):
             self.model.load_weights(weights)
 
-    def _check(self, trace: refitd.LoaderTrace, params: dict[str, torch.Tensor]) -> None:
-        """Refuse weights that no refit would keep up to date."""
-        check_covered(trace, params, self._own)
+    def _check_unused(self, unused: tuple[str, ...]) -> None:
+        """Refuse an output layer that the engine would drop; warn of other tensors that it takes nothing of."""
         is_tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        if is_tied and (heads := [name for name in trace.unused if name.endswith("lm_head.weight")]):
+        if is_tied and (heads := [name for name in unused if name.endswith("lm_head.weight")]):
             raise refitd.RefusedError(
                 f"the trainer offers {heads[0]}, and this engine's output layer is tied to its embeddings "
                 "(tie_word_embeddings): serve a checkpoint whose config unties them; if the trainer's are tied, "
                 "too, register the module itself, which offers them once"
             )
         p = self.parallel_config
-        if trace.unused and not (p.pipeline_parallel_size > 1 or p.enable_expert_parallel):  # there others load them
+        if unused and not (p.pipeline_parallel_size > 1 or p.enable_expert_parallel):  # else others load them
             log.warning(
                 "refitd: this engine takes nothing of %d tensors that the trainer offers: %s",
-                len(trace.unused),
-                ", ".join(trace.unused[:5]),
+                len(unused),
+                ", ".join(unused[:5]),
             )
 
-    def _check_held(self, held: dict[str, torch.Tensor], trace: refitd.LoaderTrace | None) -> None:
-        """Check that the engine computes with what its loader copies: vLLM repacks some weights after loading."""
-        trace = trace or refitd.trace_loader(held, self._load, self._own)
-        refitd.check_layout(trace, held, self._checkpoint())
-
     def _checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of the checkpoint that this engine was started with."""
+        """Yield the tensors of the checkpoint that this engine loaded at its start."""
         from vllm.model_executor.model_loader import get_model_loader
 
         yield from get_model_loader(self.vllm_config.load_config).get_all_weights(self.model_config, self.model)

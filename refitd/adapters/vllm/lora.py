@@ -1,4 +1,4 @@
-"""A LoRA adapter of a vLLM engine: its tensors are a target, and vLLM loads it from them instead of from its folder."""
+"""Refit a LoRA adapter of a vLLM engine: its tensors are a target, and vLLM loads the adapter from them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from refitd.adapters.vllm.seams import check_adapter, lora_manager_of
 
 
 class HeldAdapter:
-    """One adapter, in this rank's main memory, whole. Its values are the folder's until a version is live.
+    """One unsharded adapter in this rank's main memory. It has the folder's values until a version is live.
 
-    vLLM keeps slots for adapters, which its own code fills: it scales B, joins q, k and v, and takes this rank's part.
-    So a version goes live by dropping the adapter from the slots: the next forward pass that needs it loads it again,
-    from `tensors`.
+    vLLM's own code fills its adapter slots: it scales B, joins q, k and v, and selects this rank's shard. To make a
+    version live, the adapter is dropped from the slots; the next forward pass that needs it loads it from `tensors`.
 
     Attributes:
         tensors: {name: tensor} under PEFT's names, in the type of the engine's slots.
     """
 
     def __init__(self, model: torch.nn.Module, folder: str) -> None:
-        """Read the adapter, and have the engine load it from here.
+        """Read the adapter, and make the engine load it from this object.
 
         Args:
-            model: vLLM's.
-            folder: what PEFT has saved; requests name it as their adapter's path.
+            model: vLLM's model.
+            folder: an adapter that PEFT saved; requests name it as their adapter's path.
 
         Raises:
-            RefusedError: the engine takes no adapters, or not the one in this folder.
+            RefusedError: the engine was started without LoRA, or cannot serve the adapter in this folder.
         """
         self._manager = lora_manager_of(model)
         if self._manager is None:
@@ -38,12 +37,12 @@ class HeldAdapter:
         self._folder = os.path.realpath(folder)
         check_adapter(self._manager, self._folder)
         self.tensors = _read(self._folder, self._manager.lora_config.lora_dtype)
-        self._loaded: set[int] = set()  # vLLM's numbers of it
+        self._loaded: set[int] = set()  # vLLM's ids of this adapter
         self._version: int | None = None
         self._manager._lora_model_cls = _held_model(self._manager._lora_model_cls, self)
 
     def check_offered(self, offered: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        """Raise RefusedError unless the trainer offers this adapter's tensors; names one that differs."""
+        """Raise RefusedError, with the first difference, unless the trainer offers this adapter's tensors."""
         if differ := sorted(self.tensors.keys() ^ offered.keys()):
             where = "the trainer offers" if differ[0] in self.tensors else f"the adapter in {self._folder} has"
             raise RefusedError(
@@ -58,16 +57,16 @@ class HeldAdapter:
                 )
 
     def is_in(self, folder: str) -> bool:
-        """Whether this is the adapter of a folder."""
+        """Whether this adapter was read from `folder`."""
         return os.path.realpath(folder) == self._folder
 
     def copies(self, number: int) -> dict[str, torch.Tensor]:
-        """Return copies of the tensors for vLLM, which scales them in place and knows them by `number`."""
+        """Return copies of the tensors for vLLM, which scales them in place; `number` is vLLM's id of the adapter."""
         self._loaded.add(number)
         return {name: tensor.clone() for name, tensor in self.tensors.items()}
 
     def serve(self, version: int | None) -> None:
-        """Have the next forward pass compute with `tensors`, which hold this version; call it between two passes."""
+        """Make the next forward pass reload `tensors`, which hold this version; call it between two passes."""
         if version != self._version:
             for number in self._loaded:
                 self._manager.remove_adapter(number)
@@ -76,7 +75,7 @@ class HeldAdapter:
 
 
 def _held_model(base: type[Any], held: HeldAdapter) -> type[Any]:
-    """Return vLLM's class of loaded adapters, which takes one adapter from memory."""
+    """Return a subclass of vLLM's adapter class that loads the adapter `held` from memory."""
 
     class FromMemory(base):
         @classmethod

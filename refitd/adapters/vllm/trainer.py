@@ -1,7 +1,8 @@
-"""The trainer side of vLLM's weight transfer interface: any script that speaks it switches by naming the backend."""
+"""Implement the trainer side of vLLM's weight transfer interface; a script switches to it by the backend's name."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -18,7 +19,7 @@ from refitd.adapters.driving import Fleet, swap_and_drive
 
 @dataclass
 class RefitdTrainerInitInfo(TrainerInitInfo):
-    """This trainer rank's part of a model. `tensors` is a module, or {name: tensor}, as in `register_source`."""
+    """This trainer rank's shard of a model. `tensors` is a module, or {name: tensor}, as in `register_source`."""
 
     backend: ClassVar[str] = "refitd"
     tensors: Any = None
@@ -31,7 +32,7 @@ class RefitdTrainerInitInfo(TrainerInitInfo):
 
 
 class RefitdTrainer(TrainerWeightTransferEngine[RefitdTrainerInitInfo]):
-    """Publishes on every rank; rank 0 swaps, and has vLLM wait for the version."""
+    """Publish on every rank; rank 0 swaps, and makes vLLM wait for the version."""
 
     init_info_cls = RefitdTrainerInitInfo
 
@@ -57,7 +58,7 @@ class RefitdTrainer(TrainerWeightTransferEngine[RefitdTrainerInitInfo]):
         client: VLLMWeightSyncClient,
         source: WeightSource | None = None,
     ) -> Self:
-        """Register this rank; rank 0 has the engines register, too."""
+        """Register this rank; rank 0 also makes the engines register."""
         made = cls(init_info, client, source)
         if made.is_sender:
             made._fleet.prepare(made._init_engines, made._catch_up)
@@ -67,7 +68,7 @@ class RefitdTrainer(TrainerWeightTransferEngine[RefitdTrainerInitInfo]):
         """Make the present weights live in every replica; call it on every rank.
 
         Raises:
-            SwapFailed, RefusedError: they are not; the engines serve what they have served.
+            SwapFailed, RefusedError: the swap failed; the engines keep serving their version.
         """
         self._version += 1
         self._source.publish(self._version)
@@ -81,14 +82,16 @@ class RefitdTrainer(TrainerWeightTransferEngine[RefitdTrainerInitInfo]):
         self.client.init_weight_transfer_engine({"model": self._info.model, **(self._info.engine or {})})
 
     def _catch_up(self) -> None:
-        self.client.start_weight_update()  # takes over what is pending
+        self.client.start_weight_update()  # commits a pending version
         self.client.finish_weight_update()
 
     def _update(self) -> None:
         self.client.start_weight_update()
-        self.client.update_weights({"version": self._version})  # where it fails, vLLM ends the update itself
+        self.client.update_weights({"version": self._version})  # if it fails, vLLM ends the update itself
         self.client.finish_weight_update()
 
     def shutdown(self) -> None:
-        """End this rank's part."""
+        """Close this rank's registration and connection."""
+        with contextlib.suppress(refitd.RefitdError):  # the daemon may be lost
+            self._source.close()
         self._refitd.close()

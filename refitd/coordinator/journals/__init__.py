@@ -1,1 +1,1 @@
-"""Where decisions and what is live are kept: a sqlite file, or etcd, behind one interface."""
+"""Journals of decisions and live versions: a sqlite file, or etcd, behind one interface."""

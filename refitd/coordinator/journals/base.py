@@ -1,4 +1,4 @@
-"""The interface of journals, and the tables in which each keeps what it knows."""
+"""The records of journals, their interface, and their tables."""
 
 from __future__ import annotations
 
@@ -8,10 +8,88 @@ import secrets
 import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
-from refitd.coordinator.records import Drain, Drained, LiveVersion, Recovered, SwapRecord
+import msgspec
+
 from refitd.errors import CommitError
+from refitd.protocol.reports import SwapReport
+
+# --- records ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SwapRecord:
+    """One swap in the journal."""
+
+    swap: str
+    model: str
+    version: int
+    state: str
+    plan: str
+    reason: str
+    at: float
+    report: bytes = b""
+    run: str = ""
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the swap was decided to commit."""
+        return self.state != "aborted"
+
+    def written_report(self) -> SwapReport | None:
+        """Return the recorded report; None if it is missing, or another version of refitd wrote it."""
+        try:
+            return msgspec.json.decode(self.report, type=SwapReport) if self.report else None
+        except msgspec.DecodeError:  # the record itself has the decision; a coordinator must start without the report
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class LiveVersion:
+    """The version of a model that was decided last; number and run identify it.
+
+    `sequence` increases with every decision, also across journals that continue each other.
+    """
+
+    version: int
+    run: str = ""
+    sequence: int = 0
+    swap: str = ""
+
+    def is_at(self, version: int | None, run: str) -> bool:
+        """Whether this is the given version of the given run."""
+        return version == self.version and run == self.run
+
+    def __str__(self) -> str:
+        return f"{self.version} (run {self.run})" if self.run else str(self.version)
+
+
+# node -> (model, replica) of each replica that has, or had, a rank or its controller on this drained node
+Drained = dict[str, frozenset[tuple[str, str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """A drained node, with its replicas as (model, replica); None: it takes part again."""
+
+    node: str
+    replicas: frozenset[tuple[str, str]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A live version that daemons know and this journal does not; `continues` is the journal that it came from."""
+
+    model: str
+    live: LiveVersion
+    continues: str
+    at: float
+    highest: int = -1  # of all versions that were ever live
+
+
+# --- tables ----------------------------------------------------------------------------------------------
 
 SCHEMA_VERSION = 3  # of the schema; 1 had no reports, 2 no runs and no tables but `swaps`
 
@@ -76,32 +154,38 @@ MAX_SEQUENCE = 1 << 53
 
 
 class LeadLost(Exception):
-    """This coordinator must send nothing more: another may lead, or the outcome of its last write is unknown."""
+    """This coordinator must send no more messages: another may lead, or the outcome of its last write is unknown."""
 
 
 class Journal(ABC):
-    """Decisions and what is live, in sqlite tables that one process writes.
+    """Decisions and live versions, in sqlite tables that one process writes.
 
-    What a call has written is durable when it returns, but for `note`. A kind of journal opens `_db` and implements
-    `_writing`; reads never leave this process.
+    A write is durable when its call returns, except in `note`. A kind of journal opens `_db` and implements `_writing`;
+    reads never leave this process.
 
     Attributes:
         id: which journal this is.
-        name: what it is called in errors and logs.
+        name: in errors and logs.
         kept: swaps of the history, each written twice; and versions of a model that a rollback can find.
+        is_remote: writes take a network's time. One thread makes them all, and another one reads.
     """
 
     _db: sqlite3.Connection
     id: str
     name: str
     kept = KEPT
+    is_remote = False
 
     def __init__(self) -> None:
         self._late: list[SwapRecord | Recovered] = []
 
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return this journal: copies of a coordinator's state only read it."""
+        return self
+
     @abstractmethod
     def _writing(self, *, durable: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Make one change of the tables durable, all of it or nothing.
+        """Make one change of the tables durable, completely or not at all.
 
         Without `durable` it may become so with the next durable change, or the next `_tidy`.
 
@@ -150,17 +234,20 @@ class Journal(ABC):
 
     # --- writing ------------------------------------------------------------------------------------------
 
-    def write(self, *records: SwapRecord) -> None:
+    def write(self, *records: SwapRecord) -> list[int]:
         """Insert or replace records durably, all or none; a decision also updates what is live.
+
+        Returns:
+            The sequence of each decision; 0 for another record.
 
         Raises:
             CommitError: the disk is full, or the file was removed or changed by others; do not act on the decision
                 then.
         """
-        self._write_late()
+        if self._late:
+            self._write_late()
         with self._writing():
-            for record in records:
-                self._insert(record)
+            return [self._insert(record) for record in records]
 
     def note(self, entry: SwapRecord | Recovered) -> None:
         """Write how a swap ended, or a recovered live version. On failure keep the entry and write it first next time.
@@ -199,7 +286,7 @@ class Journal(ABC):
         """Write durably that a node is drained, or no longer, at this time (seconds since the epoch).
 
         Raises:
-            CommitError: as in `write`; nothing has changed.
+            CommitError: as in `write`; the journal is unchanged.
         """
         with self._writing():
             if drain.replicas is None:
@@ -208,20 +295,21 @@ class Journal(ABC):
                 found = (drain.node, json.dumps(sorted(drain.replicas)), at)
                 self._db.execute("INSERT OR REPLACE INTO drained VALUES (?, ?, ?)", found)
 
-    def _insert(self, r: SwapRecord) -> None:
+    def _insert(self, r: SwapRecord) -> int:
+        """Insert a record; return the sequence of the decision, 0 if it is none."""
         self._db.execute(
             f"INSERT OR REPLACE INTO swaps ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (r.swap, r.model, r.version, r.state, r.plan, r.reason, r.at, r.report, r.run),
         )
         if r.state == "decided":
-            self._decide(r.model, r.version, r.run, r.swap, r.at)
-        else:
-            newest = "(SELECT max(rowid) FROM swaps)"
-            self._db.execute(f"DELETE FROM swaps WHERE rowid <= {newest} - ?", (2 * self.kept,))
+            return self._decide(r.model, r.version, r.run, r.swap, r.at)
+        newest = "(SELECT max(rowid) FROM swaps)"
+        self._db.execute(f"DELETE FROM swaps WHERE rowid <= {newest} - ?", (2 * self.kept,))
         if r.state == "aborted":
             self._tried(r.model, r.version, r.run)
+        return 0
 
-    def _decide(self, model: str, version: int, run: str, swap: str, at: float) -> None:
+    def _decide(self, model: str, version: int, run: str, swap: str, at: float) -> int:
         self._db.execute("UPDATE journal SET sequence = sequence + 1")
         (sequence,) = self._db.execute("SELECT sequence FROM journal").fetchone()
         self._set_live(model, LiveVersion(version, run, sequence, swap), at)
@@ -232,6 +320,7 @@ class Journal(ABC):
                     "(SELECT sequence FROM decided WHERE model = ?1 ORDER BY sequence DESC LIMIT 1 OFFSET ?2)",
                     (each, self.kept),
                 )
+        return int(sequence)
 
     def _set_live(self, model: str, live: LiveVersion, at: float) -> None:
         found = (model, live.version, live.run, live.sequence)
@@ -317,9 +406,13 @@ class Journal(ABC):
 
     def _select(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
         try:
-            return self._db.execute(statement, values).fetchall()
+            return self._readable().execute(statement, values).fetchall()
         except sqlite3.Error as exc:
             raise CommitError(f"journal {self.name}: it cannot be read: {exc}") from exc
+
+    def _readable(self) -> sqlite3.Connection:
+        """Return the tables to read from."""
+        return self._db
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:

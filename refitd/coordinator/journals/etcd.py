@@ -1,25 +1,41 @@
-"""The journal in etcd: rows of its tables are keys, each change is one transaction that only the leader can make."""
+"""The journal in etcd, and the election of the coordinator that leads.
+
+Rows of the journal's tables are keys. Each change is one transaction, which only the leader can make: the lead is a key
+that is bound to its owner's lease, and every transaction compares that key's revision.
+"""
 
 from __future__ import annotations
 
 import base64
 import contextlib
 import json
+import os
+import queue
 import secrets
+import socket
 import sqlite3
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from refitd.config import EtcdPlace
 from refitd.coordinator.journals.base import SCHEMA_VERSION, Journal, LeadLost
 from refitd.coordinator.journals.gateway import Gateway, Json, NotReached, Refused, decoded, encoded, number
-from refitd.coordinator.journals.lead import Lead, ranged
 from refitd.errors import CommitError
 from refitd.text import brief, printable
 
-# How long a write may take, all tries together: an election among etcd's members takes 1 to 2 s. No message is answered
-# meanwhile, and daemons consider a coordinator gone after 5 s.
+# How long a leader that etcd does not hear remains leader; etcd grants at least 2 s. A leader that cannot renew its
+# lease stops before etcd lets another one lead.
+LEASE_S = 5
+
+# Seconds between renewals of the lease, and the longest wait of the coordinator's loop for one.
+RENEW_S, RENEWING_S = 1.0, 0.9
+
+# How often a standby tries to take the lead, and how long it waits for the answers.
+LOOK_S, LOOKING_S = 0.5, 2.0
+
+# How long a write may take, all tries together: an election among etcd's members takes 1 to 2 s.
 WRITE_S = 3.5
 
 # How long reading each page may take, in seconds, and limits on the journal's size.
@@ -48,17 +64,24 @@ _COLUMNS = {
 }
 _REPORT = _COLUMNS["swaps"].index("report")
 
+# A table, the primary key of a row, and its columns; None: it was deleted.
+_Row = tuple[str, list[Any], list[Any] | None]
+
 
 class EtcdJournal(Journal):
-    """A journal in etcd, of which this process holds a copy in memory while it leads.
+    """A journal in etcd. This process has a copy in memory while it leads.
 
     A transaction succeeds only if this process still leads (the leader's key has the revision at which it took the
-    lead) and nothing was written since this process's last write. So a request that etcd executes late or twice has no
-    effect, and neither has one of a replaced leader.
+    lead) and no other write has followed this process's last write. So a request that etcd executes late or twice has
+    no effect, and neither has one of a replaced leader.
+
+    After `__init__` one thread writes, and another one reads and renews the lead. The reading thread has its own copy
+    of the tables, which gets the rows of each write once etcd has them.
     """
 
     # Every new leader reads all of this, and etcd keeps it in memory: it is not an archive.
     kept = 1000
+    is_remote = True
 
     def __init__(self, lead: Lead, place: EtcdPlace, cluster: str) -> None:
         """Read everything, and write once.
@@ -69,16 +92,19 @@ class EtcdJournal(Journal):
             cluster: the coordinator's public key, which its standbys share; "" without keys.
 
         Raises:
-            CommitError: etcd does not answer, is full, holds something else at this prefix, the journal of another
-                cluster, or one that a newer refitd has written.
-            LeadLost: another coordinator leads meanwhile.
+            CommitError: etcd does not answer, is full, has other keys at this prefix, the journal of another cluster,
+            or the journal of a newer refitd.
+            LeadLost: another coordinator leads.
         """
         super().__init__()
         self.name, self._lead, self._prefix = str(place), lead, place.prefix
+        self._gateway = lead.gateway.another()
+        self._fresh: queue.SimpleQueue[list[_Row]] = queue.SimpleQueue()  # rows that `_copy` lacks
         self._puts: list[Json] = []  # written with the next change
         self._last_write = 0  # revision of this process's last write; 0: none yet
-        self._lost = ""  # why no more may be written; "": it may
-        self._db = sqlite3.connect(":memory:", isolation_level=None)
+        self._lost = ""  # why writes are refused; "": they are not
+        self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        self._copy = sqlite3.connect(":memory:", isolation_level=None)
         try:
             with self._transaction():
                 self._make_tables(SCHEMA_VERSION)
@@ -92,6 +118,8 @@ class EtcdJournal(Journal):
         except sqlite3.Error as exc:
             raise CommitError(f"journal {self.name}: its rows do not fit: {exc}; {self._other()}") from exc
         (self.id,) = self._db.execute("SELECT id FROM journal").fetchone()
+        self._db.backup(self._copy)
+        self._readable()
 
     # --- loading ------------------------------------------------------------------------------------------
 
@@ -173,22 +201,39 @@ class EtcdJournal(Journal):
     def _writing(self, *, durable: bool = True) -> Iterator[None]:
         with self._transaction():
             yield
-            changes = [self._changed(table, json.loads(key)) for table, key in self._changes()]
+            rows = [self._row_of(table, json.loads(key)) for table, key in self._changes()]
             self._db.execute("DELETE FROM changed")
-            operations, self._puts = [*self._puts, *changes], []
+            operations, self._puts = [*self._puts, *map(self._operation, rows)], []
             self._carry_out(operations)
+        self._fresh.put(rows)
+
+    def _readable(self) -> sqlite3.Connection:
+        while not self._fresh.empty():
+            for table, key, values in self._fresh.get():
+                where = " AND ".join(f"{name} = ?" for name in _KEYS[table])
+                self._copy.execute(f"DELETE FROM {table} WHERE {where}", key)
+                if values is not None:
+                    marks = ", ".join("?" * len(values))
+                    columns = ", ".join(_COLUMNS[table])
+                    self._copy.execute(f"INSERT OR REPLACE INTO {table} ({columns}) VALUES ({marks})", values)
+        return self._copy
 
     def _changes(self) -> list[tuple[Any, ...]]:
         return self._db.execute("SELECT name, key FROM changed ORDER BY name, key").fetchall()
 
-    def _changed(self, table: str, key: list[Any]) -> Json:
-        """Return the operation that updates etcd's key of a row."""
+    def _row_of(self, table: str, key: list[Any]) -> _Row:
+        """Return a row that has changed."""
         where = " AND ".join(f"{name} = ?" for name in _KEYS[table])
         row = self._db.execute(f"SELECT {', '.join(_COLUMNS[table])} FROM {table} WHERE {where}", key).fetchone()
-        if row is None:
+        return table, key, None if row is None else list(row)
+
+    def _operation(self, row: _Row) -> Json:
+        """Return the operation that updates etcd's key of a row."""
+        table, key, values = row
+        if values is None:
             return {"request_delete_range": {"key": encoded(self._key(table, key))}}
-        values = list(row)
         if table == "swaps":
+            values = list(values)
             values[_REPORT] = base64.b64encode(zlib.compress(values[_REPORT], 1)).decode()
         value = json.dumps(values, ensure_ascii=False).encode()
         return {"request_put": {"key": encoded(self._key(table, key)), "value": encoded(value)}}
@@ -220,7 +265,7 @@ class EtcdJournal(Journal):
             "failure": [{"request_range": {"key": leader}}, {"request_range": {"key": last}}],
         }
         try:
-            answer = self._lead.gateway.ask("kv/txn", body, WRITE_S)
+            answer = self._gateway.ask("kv/txn", body, WRITE_S)
         except (NotReached, Refused) as exc:
             if exc.may_hold:
                 # the outcome is unknown: etcd may still execute it. The next leader reads what happened
@@ -241,19 +286,25 @@ class EtcdJournal(Journal):
         return LeadLost(self._lost)
 
     def guard(self) -> None:
-        """Renew the lease when that is due; see Journal.guard."""
+        """Renew the lease when that is due, and take in what was written; see Journal.guard."""
         self._lead.renew()
+        self._readable()
 
     def close(self) -> None:
-        """Write what is pending, and let another coordinator lead at once."""
+        """Write the pending entries, and let another coordinator lead now."""
         with contextlib.suppress(CommitError, LeadLost):
             self.flush()
         self._db.close()
         self._lead.release()
 
+    def abandon(self) -> None:
+        """Leave the journal without writing; called at the end, also after `close`."""
+        # the writing thread may still use the tables, and closing them under it can end the process
+        self._gateway.close()
+
 
 def check_place(gateway: Gateway, place: EtcdPlace, cluster: str) -> None:
-    """Check that what etcd holds at this place, if anything, may be continued by this coordinator; for standbys.
+    """Check that this coordinator may continue the journal at this place, if one exists; for standbys.
 
     Raises:
         CommitError: as `check_format`; or etcd does not answer.
@@ -264,7 +315,7 @@ def check_place(gateway: Gateway, place: EtcdPlace, cluster: str) -> None:
 
 
 def check_format(name: str, value: bytes, cluster: str) -> None:
-    """Check that a journal, whose key `format` has this value, may be continued by this coordinator.
+    """Check that this coordinator may continue a journal whose key `format` has this value.
 
     Raises:
         CommitError: it is another cluster's, or a newer refitd has written it.
@@ -289,3 +340,127 @@ def check_format(name: str, value: bytes, cluster: str) -> None:
             "cluster needs a prefix of its own (coordinator.journal). If the coordinators' key was changed, remove the "
             "key `format` under the prefix with etcdctl while none runs, and start one"
         )
+
+
+# --- the lead ---------------------------------------------------------------------------------------------
+
+
+def boot_clock() -> float:
+    """Return seconds that no clock adjustment changes and that go on while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Lead:
+    """The right to write one journal. It is tried for until `attempt` returns "", and kept by `renew`.
+
+    Attributes:
+        gateway: the way to etcd.
+        key: the leader's key in etcd.
+        revision: the revision at which this process took the lead, which every write is compared with; 0 before.
+    """
+
+    def __init__(
+        self, gateway: Gateway, place: EtcdPlace, endpoint: str, clock: Callable[[], float] = boot_clock
+    ) -> None:
+        """`endpoint` is where this coordinator will listen, for people."""
+        self.gateway, self.key, self.revision = gateway, f"{place.prefix}/leader".encode(), 0
+        self._clock = clock
+        me = {"endpoint": endpoint, "host": socket.gethostname(), "pid": os.getpid()}
+        self._value = json.dumps(me).encode()
+        self._lease = 0
+        self._until = self._renewed = 0.0
+
+    def attempt(self) -> str:
+        """Take the lead if it is free; return the name of the leader, "" if it is this process.
+
+        Raises:
+            NotReached: etcd does not answer; try again.
+            Refused: etcd refuses, for a reason that does not pass by itself.
+        """
+        found = self.gateway.ask("kv/range", {"key": encoded(self.key)}, LOOKING_S).get("kvs")
+        if found and not self._is_mine(found[0]):
+            return _named(found[0])
+        if found:  # an attempt whose answer was lost
+            self.revision = number(found[0].get("create_revision"))
+        else:
+            asked = self._clock()
+            granted = self.gateway.ask("lease/grant", {"TTL": str(LEASE_S)}, LOOKING_S)
+            self._lease, self._until = number(granted.get("ID")), asked + LEASE_S
+            if other := self._take():
+                return other
+        self._renewed = -RENEW_S
+        self.renew()
+        return ""
+
+    def _take(self) -> str:
+        key, value = encoded(self.key), encoded(self._value)
+        body = {
+            "compare": [{"key": key, "target": "CREATE", "result": "EQUAL", "create_revision": "0"}],
+            "success": [{"request_put": {"key": key, "value": value, "lease": str(self._lease)}}],
+            "failure": [{"request_range": {"key": key}}],
+        }
+        answer = self.gateway.ask("kv/txn", body, LOOKING_S)
+        if answer.get("succeeded"):
+            self.revision = number(answer["header"]["revision"])
+            return ""
+        found = ranged(answer, 0)
+        if found is None:
+            return "nobody yet"  # the key was removed between comparing and reading
+        if not self._is_mine(found):
+            return _named(found)
+        self.revision = number(found.get("create_revision"))
+        return ""
+
+    def _is_mine(self, found: Json) -> bool:
+        return bool(self._lease) and number(found.get("lease")) == self._lease
+
+    def renew(self) -> None:
+        """Renew the lease if that is due; call it each second.
+
+        Raises:
+            LeadLost: the lease has run out, or will before it can be renewed.
+        """
+        self.check()
+        now = self._clock()
+        if now - self._renewed < RENEW_S:
+            return
+        self._renewed = now
+        try:
+            answer = self.gateway.ask("lease/keepalive", {"ID": str(self._lease)}, RENEWING_S)
+        except (NotReached, Refused):
+            self.check()
+            return
+        if not number(answer.get("TTL")):
+            raise LeadLost("etcd has let this coordinator's lease run out; another one may lead")
+        self._until = now + LEASE_S  # etcd's count starts later
+        self.check()
+
+    def check(self) -> None:
+        """Raise LeadLost if the lease may have run out."""
+        if (late_s := self._clock() - self._until) >= 0:
+            raise LeadLost(
+                f"this coordinator's lease in etcd ran out {late_s:.1f} s ago: it was stopped, or cut off from etcd; "
+                "another one may lead"
+            )
+
+    def release(self) -> None:
+        """Let another coordinator lead now, if etcd answers."""
+        if self._lease:
+            with contextlib.suppress(CommitError):  # the lease expires by itself
+                self.gateway.ask("lease/revoke", {"ID": str(self._lease)}, RENEWING_S)
+            self._lease = 0
+
+
+def ranged(answer: Json, index: int) -> Json | None:
+    """Return the key that the `index`-th read of a transaction has found, if any."""
+    responses = answer.get("responses") or []
+    found = responses[index].get("response_range", {}).get("kvs") if index < len(responses) else None
+    return found[0] if found else None
+
+
+def _named(found: Json) -> str:
+    try:
+        who = json.loads(decoded(found.get("value")))
+        return brief(printable(f"{who['endpoint']} (host {who['host']}, pid {who['pid']})"))
+    except (ValueError, KeyError, TypeError):
+        return "a process that does not say who it is"

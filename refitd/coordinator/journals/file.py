@@ -14,15 +14,16 @@ from refitd.coordinator.journals.base import SCHEMA_VERSION, Journal, LeadLost
 from refitd.errors import CommitError
 from refitd.files import check_regular
 
-# How long a write waits if another program has locked the file. No message is answered meanwhile, and daemons consider
-# a coordinator gone after 5 s.
+# How long a write waits if another program has locked the file. The coordinator answers no message during the wait, and
+# daemons consider it gone after 5 s.
 _LOCKED_S = 2.0
 
 
 class FileJournal(Journal):
     """A sqlite file with one writer. A durable write is on disk (fsync) when the call returns, and all before it.
 
-    No other process can open it meanwhile. If it is removed, replaced or changed by others, every later write fails.
+    No other process can open it during that time. If it is removed, replaced or changed by others, every later write
+    fails.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,7 +38,7 @@ class FileJournal(Journal):
         self._path = path
         self._wal = path.with_name(path.name + "-wal")
         self._lock = -1
-        self._place = self._wal_place = _GONE
+        self._places = {path: _GONE, self._wal: _GONE}  # (device, inode, bytes, time), as the last write left them
         self._is_tidy = self._syncs = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +57,7 @@ class FileJournal(Journal):
             raise
 
     def _own(self) -> None:
-        """Lock the file's inode, whatever its name, for the life of this process."""
+        """Lock the file's inode for the life of this process, also if the file is renamed."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
@@ -97,8 +98,8 @@ class FileJournal(Journal):
             self._make_tables(schema)
             db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         (self.id,) = db.execute("SELECT id FROM journal").fetchone()
-        self._place = self._stat(self._path)
-        if self._place[:2] != _place(os.fstat(self._lock))[:2]:
+        locked, self._places[self._path] = os.fstat(self._lock), self._stat(self._path)
+        if self._places[self._path][:2] != (locked.st_dev, locked.st_ino):
             raise CommitError(f"journal {self._path}: it was replaced while it was opened; start again")
         self._remember_place()
         self._tidy()
@@ -132,7 +133,7 @@ class FileJournal(Journal):
             self._remember_place()
 
     def _tidy(self) -> None:
-        """Move the -wal's content into the file, so that losing the -wal loses nothing, if there is any.
+        """Move the content of the -wal into the file: then the loss of the -wal loses no entry.
 
         Raises:
             CommitError: others have changed the files; a checkpoint would hide that.
@@ -156,7 +157,7 @@ class FileJournal(Journal):
 
     def _check_place(self) -> None:
         """Raise CommitError if the files were moved, resized or changed by others."""
-        for path, left in ((self._path, self._place), (self._wal, self._wal_place)):
+        for path, left in self._places.items():
             found = self._stat(path)
             if found == left:
                 continue
@@ -181,16 +182,19 @@ class FileJournal(Journal):
             )
 
     def _remember_place(self) -> None:
-        # neither file shrinks by itself: keep the earlier place if it was replaced or cut, so that the next write fails
-        self._place = _grown(self._place, self._stat(self._path))
-        self._wal_place = _grown(self._wal_place, self._stat(self._wal))
+        # refitd shrinks neither file: keep the earlier place if one was replaced or cut, and the next write fails
+        for path, before in self._places.items():
+            now = self._stat(path)
+            if before == _GONE or (now[:2] == before[:2] and now[2] >= before[2]):
+                self._places[path] = now
 
     @staticmethod
     def _stat(path: Path) -> tuple[int, int, int, int]:
         try:
-            return _place(path.stat())
+            found = path.stat()
         except FileNotFoundError:
             return _GONE
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
     def close(self) -> None:
         """Write what is pending, close the file and unlock it."""
@@ -217,16 +221,6 @@ _UNSURE = (sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC)
 
 _GONE = (0, 0, 0, 0)
 _HEAD = b"SQLite format 3\0"
-
-
-def _grown(before: tuple[int, int, int, int], now: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Return the file's new (place, size, time) if the owner's writes explain it, else the earlier one."""
-    is_ours = before == _GONE or (now[:2] == before[:2] and now[2] >= before[2])
-    return now if is_ours else before
-
-
-def _place(found: os.stat_result) -> tuple[int, int, int, int]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _holder(descriptor: int) -> str:

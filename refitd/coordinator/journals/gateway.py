@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import copy
 import http.client
 import json
 import os
@@ -28,8 +29,8 @@ MAX_ANSWER_BYTES = 64 << 20
 
 Json: TypeAlias = Mapping[str, Any]
 
-# gRPC codes with which etcd says that it has certainly not executed a request. After other codes (timeout, leader
-# change) it may still execute it.
+# gRPC codes of requests that etcd has certainly not executed. After other codes (timeout, leader change) it may still
+# execute it.
 _INVALID, _NOT_FOUND, _DENIED, _EXHAUSTED, _PRECONDITION, _UNAUTHENTICATED = 3, 5, 7, 8, 9, 16
 _CERTAIN = frozenset({_INVALID, _NOT_FOUND, _DENIED, _EXHAUSTED, _PRECONDITION, _UNAUTHENTICATED})
 _AGAIN = ("too many requests",)  # texts among these after which a retry may succeed
@@ -83,7 +84,7 @@ class Gateway:
     """
 
     def __init__(self, place: EtcdPlace, options: EtcdConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """Read the certificates and the password; connect to nobody yet.
+        """Read the certificates and the password; do not connect.
 
         Raises:
             CommitError: a file cannot be read.
@@ -101,6 +102,12 @@ class Gateway:
         except (OSError, UnicodeDecodeError) as exc:  # ssl's errors are OSErrors
             raise CommitError(f"journal {self.name}: {exc}; check the files that [etcd] names") from exc
 
+    def another(self) -> Gateway:
+        """Return a gateway to the same members with its own connections, for another thread."""
+        made = copy.copy(self)
+        made._members, made._addresses, made._connections = list(self._members), dict(self._addresses), {}
+        return made
+
     def look_up(self) -> None:
         """Forget the members' addresses: the next requests resolve their names again, which may take seconds."""
         self._addresses.clear()
@@ -116,7 +123,7 @@ class Gateway:
             within_s: seconds for all tries together.
 
         Raises:
-            NotReached: nobody answered in time.
+            NotReached: no member answered in time.
             Refused: etcd answered with an error that another try does not mend.
         """
         until = self._clock() + within_s
@@ -143,7 +150,7 @@ class Gateway:
                 said[where] = text
                 may_hold |= not again
             self._members.append(self._members.pop(0))
-            if self._clock() - began < CALL_S / 4:  # refused at once, as during an election
+            if self._clock() - began < CALL_S / 4:  # refused without delay, as during an election
                 time.sleep(min(0.05, max(0.0, until - self._clock())))
         found = "; ".join(f"{where}: {text}" for where, text in sorted(said.items())) or "no time was left"
         text = (
@@ -289,7 +296,7 @@ def encoded(data: bytes) -> str:
 
 
 def decoded(text: object) -> bytes:
-    """Return the bytes that the gateway wrote, b"" for what it left out.
+    """Return bytes that the gateway wrote; b"" for omitted ones.
 
     Raises:
         ValueError: it is no base64.
@@ -301,5 +308,5 @@ def decoded(text: object) -> bytes:
 
 
 def number(value: object) -> int:
-    """Return a number that the gateway wrote as text, 0 for one that it left out."""
+    """Return a number that the gateway wrote as text; 0 for an omitted one."""
     return int(str(value or 0))

@@ -1,4 +1,4 @@
-"""A daemon whose GPUs are memory files behind a driver made for tests; nothing may be left on them."""
+"""A daemon whose GPUs are memory files behind a driver made for tests; a test must free all memory on them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> fake_cuda.FakeGpus:
 def daemon(gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon]) -> Iterator[Daemon]:
     daemon = start_daemon(DEADLINES)
     yield daemon
-    # what detached sources hold goes with the daemon; this process may have kept nothing of its own
+    # arenas of detached sources end with the daemon; this process must have freed its own
     assert daemon.stop() == []
     gc.collect()
     assert gpus.used() == 0

@@ -1,12 +1,10 @@
-"""Deaths of workers and clients with GPU arenas: nothing is lost, and no memory stays allocated."""
+"""Deaths of workers and clients with GPU arenas: every version survives, and all memory is freed."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -16,34 +14,21 @@ import torch
 import refitd
 from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support import fake_cuda, shards
+from tests.support.fleet import FilledFleet
 from tests.support.gpu_tensors import MIB, allocated, copy_into, private
-from tests.support.programs import ended
+from tests.support.programs import Program, python
 
 
-class Fleet:
+class Fleet(FilledFleet):
     """A trainer in main memory, an engine with live tensors on a GPU, serving version 1."""
 
     def __init__(self, daemon: Daemon, elements: int = 8 * MIB) -> None:
         self.daemon = daemon
-        self.trainer, self.engine = daemon.connect("trainer"), daemon.connect("engine")
-        self.full = {"w": torch.zeros(elements, dtype=torch.bfloat16)}
-        self.live = allocated(self.engine, self.full, "cuda:0")
-        self.source = self.trainer.register_source("policy", self.full)
-        self.target = self.engine.register_target("policy", self.live, replica="r")
+        super().__init__(daemon.connect("trainer"), {"w": torch.zeros(elements, dtype=torch.bfloat16)})
+        engine = daemon.connect("engine")
+        self.live = allocated(engine, self.tensors, "cuda:0")
+        self.target = self.add(engine, self.live, "r")
         self.swap(1)
-
-    def publish(self, version: int) -> None:
-        self.full["w"].fill_(version)
-        self.source.publish(version)
-
-    def swap(self, version: int) -> None:
-        self.publish(version)
-        with Engine(self.target):
-            assert self.trainer.swap("policy", version, timeout=60).outcome == "committed"
-        assert self.serves(version)
-
-    def serves(self, version: int) -> bool:
-        return bool((self.live["w"] == version).all())
 
     def gpu_worker(self) -> int:
         pids = self.daemon.node_of("n0").workers
@@ -52,8 +37,7 @@ class Fleet:
 
     def close(self) -> None:
         self.live.clear()
-        self.trainer.close()
-        self.engine.close()
+        super().close()
 
 
 def test_a_worker_that_dies_while_it_stages_loses_nothing_and_its_successor_takes_over(daemon: Daemon) -> None:
@@ -68,7 +52,7 @@ def test_a_worker_that_dies_while_it_stages_loses_nothing_and_its_successor_take
         with pytest.raises(refitd.RefitFailed, match="was killed by SIGKILL while staging") as failed:
             swap.result()
     assert failed.value.report is not None and failed.value.report.outcome == "aborted"
-    assert fleet.serves(1) and fleet.target.version == 1
+    assert fleet.holds(1) and fleet.target.version == 1
     fleet.swap(3)
     assert fleet.gpu_worker() != victim and fleet.live["w"].data_ptr() == at
     fleet.close()
@@ -86,7 +70,7 @@ def test_an_abort_ends_the_worker_and_the_next_swap_has_a_fresh_one(daemon: Daem
             operator.abort("policy", "a test")
         with pytest.raises(refitd.RefitFailed, match="a test"):
             swap.result()
-    assert fleet.serves(1)
+    assert fleet.holds(1)
     fleet.swap(3)
     assert fleet.gpu_worker() != victim
     fleet.close()
@@ -103,14 +87,14 @@ def test_a_worker_that_dies_while_it_commits_is_replaced_and_the_commit_is_done(
         eventually(lambda: fleet.target.pending == 2, "the engine stands still")
         os.kill(victim, signal.SIGKILL)
         assert swap.result(60).outcome == "committed"
-    assert fleet.serves(2)
+    assert fleet.holds(2)
     fleet.close()
 
 
 @pytest.mark.slow
 def test_a_client_that_is_killed_gives_its_memory_of_the_gpu_back(daemon: Daemon, gpus: fake_cuda.FakeGpus) -> None:
     def descriptors() -> list[str]:
-        """What the daemon has open, apart from connections of clients that come and go."""
+        """The daemon's open descriptors, without connections of short-lived clients."""
         links = []
         for fd in Path(f"/proc/{daemon.pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -120,16 +104,14 @@ def test_a_client_that_is_killed_gives_its_memory_of_the_gpu_back(daemon: Daemon
     assert descriptors() == []
     program = f"""
         import sys, time, torch, refitd
-        client = refitd.connect({str(daemon.directory)!r})
+        client = refitd.connect(sys.argv[1])
         live = client.allocate({{"w": (({20 * MIB},), torch.uint8)}}, device="cuda:1")
         client.register_target("policy", live, replica="r")
         print("ready", flush=True)
         time.sleep(600)
     """
-    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
-    with ended(child):
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
+    with Program(python(daemon, textwrap.dedent(program))) as child:
+        assert child.line() == "ready"
         assert gpus.used(1) == 40 * MIB and gpus.used(0) == 0
         assert daemon.node().gpus[0].arena_bytes == 40 * MIB
         assert len(descriptors()) == 2
@@ -151,7 +133,7 @@ def test_a_trainer_that_leaves_keeps_its_version_on_the_gpu(daemon: Daemon, gpus
         with Engine(engine.register_target("policy", live, replica="r")):
             engine.swap("policy", 1, timeout=60)
         assert shards.equal(live, full)
-        # its slots go when its rank registers again
+        # its slots are freed when its rank registers again
         assert gpus.used(0) == 2 * fake_cuda.PAGE
         engine.register_source("policy", shards.whole(6)).publish(2)
         eventually(lambda: gpus.used(0) == 0, "the old slots are gone")

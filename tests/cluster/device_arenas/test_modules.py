@@ -13,6 +13,7 @@ import refitd
 from refitd.testing import Daemon, Engine, eventually
 from tests.support import fake_cuda
 from tests.support.fake_torch.device_shim import gpu_of, put_on_gpu
+from tests.support.fleet import go_live
 from tests.support.gpu_tensors import MIB
 
 pytestmark = pytest.mark.slow  # workers import torch with their first arena on a GPU
@@ -40,8 +41,7 @@ def flipped(client: refitd.Client, live: Model) -> None:
     with Engine(target):
         for version in (1, 2):
             learned.first.weight.data.fill_(version)
-            source.publish(version)
-            client.swap("policy", version, timeout=60)
+            go_live(client, source, version)
             assert torch.equal(live.second.weight, learned.first.weight) and torch.equal(live.scale, learned.scale)
         assert client.rollback("policy", timeout=60).bytes == 0
     assert bool((live.first.weight == 1).all()) and client.verify("policy", timeout=60).outcome == "proven"

@@ -1,8 +1,7 @@
-"""Where arenas and live tensors lie: versions travel between main memory and GPUs, in a node and between nodes."""
+"""Arenas and live tensors in main memory and on GPUs: versions travel between them, in a node and between nodes."""
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,8 @@ import refitd
 from refitd.testing import Daemon, Engine, eventually
 from tests.support import fake_cuda, shards
 from tests.support.fake_torch.device_shim import gpu_of, put_on_gpu
-from tests.support.gpu_tensors import DEADLINES, MIB, Tensors, allocated, copy_into, described, device_bytes, private
+from tests.support.fleet import go_live
+from tests.support.gpu_tensors import DEADLINES, MIB, Tensors, allocated, copy_into, device_bytes, private
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_versions_travel_between_main_memory_and_a_gpu(
                 else:
                     source.publish(version)
                     for tensor in given.values():
-                        tensor.zero_()  # the promise of publish
+                        tensor.zero_()  # publish has returned: the trainer may overwrite its tensors
                     report = trainer.swap("policy", version, timeout=60)
             assert report.outcome == "committed" and report.digests == report.copies > 0
             assert shards.equal(live, new)
@@ -70,7 +70,7 @@ def test_versions_travel_between_main_memory_and_a_gpu(
 def test_sharded_replicas_on_two_gpus_and_in_main_memory_get_every_byte(
     daemon: Daemon, gpus: fake_cuda.FakeGpus
 ) -> None:
-    """One source rank on each GPU, so that rows go within a GPU, between two, and to main memory, in one plan."""
+    """One source rank on each GPU: one plan moves rows within a GPU, between two GPUs, and to main memory."""
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         sources = []
         for rank in range(2):
@@ -120,7 +120,7 @@ def test_only_the_worker_of_a_gpu_maps_its_memory(
         def mappers() -> list[int]:
             return [pid for pid in workers if "fake-cuda" in Path(f"/proc/{pid}/maps").read_text()]
 
-        eventually(lambda: len(mappers()) == 1, "one worker has mapped the arena", timeout=30)
+        eventually(lambda: len(mappers()) == 1, "one worker has mapped the arena")
         (other,) = set(workers) - set(mappers())
         assert "libtorch" not in Path(f"/proc/{other}/maps").read_text()
         assert "libtorch" not in Path(f"/proc/{daemon.pid}/maps").read_text()
@@ -139,28 +139,8 @@ def test_processes_that_number_their_gpus_otherwise_mean_the_same_one(
         full = shards.whole(1)
         source = client.register_source("policy", full)
         target = client.register_target("policy", live, replica="r")
-        source.publish(1)
-        with Engine(target):
-            client.swap("policy", 1, timeout=60)
+        go_live(client, source, 1, target)
         assert shards.equal(live, full)
-        del live
-
-
-@pytest.mark.slow
-def test_private_memory_is_pulled_into_a_gpu(daemon: Daemon) -> None:
-    full = shards.whole(2)
-    full |= {"wide": torch.randn(40, 8)}
-    wanted = {**full, "wide": full["wide"].bfloat16()}
-    cast = dataclasses.replace(described("wide", wanted["wide"]), cast_from="float32")
-    metadata = [cast if name == "wide" else described(name, tensor) for name, tensor in wanted.items()]
-    with daemon.connect() as client:
-        source = client.register_source("policy", full, pull=True)
-        live = allocated(client, wanted, "cuda:0")
-        target = client.register_target("policy", live, replica="r", metadata=metadata)
-        with Engine(target), source.lend(1):
-            report = client.swap("policy", 1, timeout=60)
-        assert [s.mode for s in report.sources] == ["pulled"]
-        assert all(torch.equal(live[name], wanted[name]) for name in wanted)
         del live
 
 
@@ -178,13 +158,13 @@ def test_what_crosses_nodes_is_read_from_and_written_to_gpus(
 ) -> None:
     n0 = start_daemon(DEADLINES)
     n1 = start_daemon(DEADLINES, name="n1", joins=n0.endpoint)
-    eventually(lambda: n0.node_of("n1").pid > 0, "the other node has joined", timeout=30)
+    eventually(lambda: n0.node_of("n1").pid > 0, "the other node has joined")
     full = shards.whole(3)
-    # "wide" is converted on its way, "turned" has no two elements beside each other
+    # "wide" is converted on its way; "turned" has no two adjacent elements in memory
     full |= {"wide": torch.randn(33, 65), "turned": torch.randn(48, 40).bfloat16()}
     wanted = {**full, "wide": full["wide"].bfloat16()}
-    cast = dataclasses.replace(described("wide", wanted["wide"]), cast_from="float32")
-    metadata = [cast if name == "wide" else described(name, tensor) for name, tensor in wanted.items()]
+    casts = {"wide": {"cast_from": "float32"}}
+    metadata = [shards.meta(name, tensor, **casts.get(name, {})) for name, tensor in wanted.items()]
 
     def held(client: refitd.Client, like: Tensors, on: str) -> Tensors:
         if on == "arena":
@@ -197,14 +177,12 @@ def test_what_crosses_nodes_is_read_from_and_written_to_gpus(
         given, live = held(trainer, full, given_on), held(engine, wanted, live_on)
         source = trainer.register_source("policy", given)
         target = engine.register_target("policy", live, replica="far", metadata=metadata)
-        for node, on in (("n0", given_on), ("n1", live_on)):  # the other daemon's figures come once a second
+        for node, on in (("n0", given_on), ("n1", live_on)):  # the other daemon reports its figures once a second
             if on != "cpu":
                 eventually(lambda node=node: gpus.name(0) in device_bytes(n0, node), f"{node} has arenas on its GPU")
         for version in (1, 2):
             copy_into(given, full)
-            source.publish(version)
-            with Engine(target):
-                assert trainer.swap("policy", version, timeout=60).outcome == "committed"
+            go_live(trainer, source, version, target)
             assert all(torch.equal(live[name], wanted[name]) for name in wanted)
             for tensor in full.values():
                 tensor.mul_(2)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import refitd
-from refitd.testing import Daemon, Engine, eventually
+from refitd.testing import Daemon, eventually
+from tests.support.fleet import go_live
 from tests.support.gpu_tensors import MIB, allocated
 
 
@@ -23,21 +24,17 @@ def test_slots_and_staging_on_a_gpu_are_made_anew_and_live_tensors_there_must_be
         flips = engine.register_target("policy", there, replica="flips")
         assert flips.flips
         full["w"].fill_(1)
-        source.publish(1)
-        with Engine(copies, flips):
-            assert trainer.swap("policy", 1, timeout=60).outcome == "committed"
+        go_live(trainer, source, 1, copies, flips)
         daemon.kill()
         daemon.start()
-        eventually(lambda: flips.error is not None and copies.version == 1, "they are back, or say why not", 30)
+        eventually(lambda: flips.error is not None and copies.version == 1, "they are back, or say why not")
         with pytest.raises(refitd.RefitdError, match=r"flips.*could not be registered again.*anew"):
             flips.poll()
         assert flips.version is None and bool((there["w"] == 1).all()), "what lies there stays"
-        eventually(lambda: bool(trainer.status().models[0].sources), "the trainer is back", 30)
+        eventually(lambda: bool(trainer.status().models[0].sources), "the trainer is back")
         assert trainer.status().models[0].complete_versions == () and source.next_version == 2
         again = engine.register_target("policy", there, replica="flips")
         full["w"].fill_(2)
-        source.publish(2)
-        with Engine(copies, again):
-            assert trainer.swap("policy", 2, timeout=60).outcome == "committed"
+        go_live(trainer, source, 2, copies, again)
         assert bool((live["w"] == 2).all()) and bool((there["w"] == 2).all()) and not again.flips
         there.clear()

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import refitd
-from refitd.testing import Daemon, Engine
+from refitd.testing import Daemon
 from tests.support import fake_cuda, shards
 from tests.support.fake_torch.device_shim import put_on_gpu
+from tests.support.fleet import go_live
 from tests.support.gpu_tensors import allocated, device_bytes, private
 
 
@@ -18,25 +19,17 @@ from tests.support.gpu_tensors import allocated, device_bytes, private
 def test_padding_is_filled_on_a_gpu(daemon: Daemon) -> None:
     def described(rows: int, fill: float | None) -> list[refitd.ParameterMetadata]:
         tile = refitd.Tile("w", offset=(0, 0), size=(5, 8), local_offset=0, local_stride=(8, 1))
-        fields = {"dtype": torch.bfloat16, "element_size": 2, "owner_rank": 0, "tiles": (tile,), "fill": fill}
-        return [refitd.ParameterMetadata(name="w", shape=(rows, 8), **fields)]
+        return [shards.meta("w", torch.zeros(rows, 8).bfloat16(), tiles=(tile,), fill=fill)]
 
     full = {"w": torch.randn(5, 8).bfloat16()}
     with daemon.connect() as client:
         source = client.register_source("policy", full, metadata=described(5, None))
         live = allocated(client, {"w": torch.zeros(8, 8).bfloat16()}, "cuda:0")
         target = client.register_target("policy", live, replica="r", metadata=described(8, 1.5))
-        source.publish(1)
-        with Engine(target):
-            client.swap("policy", 1, timeout=60)
+        go_live(client, source, 1, target)
         assert torch.equal(live["w"][:5], full["w"])
         assert torch.equal(live["w"][5:], torch.full((3, 8), 1.5).bfloat16())
         del live
-
-
-def cast_to(dtype: torch.dtype, cast_from: str) -> list[refitd.ParameterMetadata]:
-    fields = {"dtype": dtype, "element_size": dtype.itemsize, "owner_rank": 0, "cast_from": cast_from}
-    return [refitd.ParameterMetadata(name="w", shape=(40, 8), resolved_name="w", **fields)]
 
 
 @pytest.mark.parametrize("live_on", ["arena", "flip", pytest.param("private", marks=pytest.mark.slow)])
@@ -47,9 +40,7 @@ def test_what_is_live_on_a_gpu_is_verified(daemon: Daemon, live_on: str) -> None
         source = client.register_source("policy", full)
         target = client.register_target("policy", live, replica="r", mode="copy" if live_on == "arena" else "shadow")
         assert target.flips == (live_on == "flip")
-        source.publish(1)
-        with Engine(target):
-            client.swap("policy", 1, timeout=60)
+        go_live(client, source, 1, target)
         report = client.verify("policy", timeout=60)
         assert report.outcome == "proven", report
         name = "layers.0.fc1.weight"
@@ -57,7 +48,7 @@ def test_what_is_live_on_a_gpu_is_verified(daemon: Daemon, live_on: str) -> None
         (member,) = client.verify("policy", timeout=60).members
         (found,) = member.differences
         assert (member.state, found.parameter) == ("differs", name)
-        # a staging arena on a GPU is compared by the workers, whose live tensors these are; a client cannot read it
+        # the workers compare a staging arena on a GPU, because they map the live tensors; a client cannot read it
         assert found.slice == ("[7, 5]" if live_on == "arena" else "[0:96, :]")
         del live
 
@@ -70,12 +61,11 @@ def test_declared_casts_are_made_at_a_gpu(daemon: Daemon, given_on: str, live_on
     for tensors, on in ((given, given_on), (live, live_on)):
         if on == "gpu":
             put_on_gpu(tensors["w"], 0)
+    described = [shards.meta("w", live["w"], resolved_name="w", cast_from="float32")]
     with daemon.connect() as client:
         source = client.register_source("policy", given)
-        target = client.register_target("policy", live, replica="r", metadata=cast_to(torch.bfloat16, "float32"))
-        source.publish(1)
-        with Engine(target):
-            assert client.swap("policy", 1, timeout=60).digests > 0
+        target = client.register_target("policy", live, replica="r", metadata=described)
+        assert go_live(client, source, 1, target).digests > 0
         assert torch.equal(live["w"], full["w"].bfloat16())
 
 
@@ -92,7 +82,7 @@ def test_mxfp8_is_made_where_the_tensors_are(
 ) -> None:
     shape = (192, 320)
     full = {"w": torch.randn(shape).bfloat16(), "norm": torch.randn(7).bfloat16()}
-    if on_send:  # its slots, with data and scales in them, are there then, too
+    if on_send:  # its slots then exist too, with data and scales
         full = {name: put_on_gpu(tensor, 0) for name, tensor in full.items()}
     with daemon.connect() as client:
         source = client.register_source("policy", full, mxfp8=refitd.MXFP8Offer(("w",)) if on_send else None)
@@ -110,14 +100,12 @@ def test_mxfp8_is_made_where_the_tensors_are(
             ways = {"device": device, "convert_on_send": on_send, "mode": "copy" if live_on == "arena" else "shadow"}
             targets.append(client.register_target("policy", live, replica=f"r{device}", **ways))
         assert [target.flips for target in targets] == [live_on == "flip", False]
-        # the staging arena of the first one, and its landing arena if it flips; what was allocated; slots
+        # the first target's staging arena, and its landing arena if it flips; allocated arenas; slots
         wanted = 1 + (live_on == "flip") + 2 * (live_on != "private") + 2 * on_send
         assert device_bytes(daemon) == {gpus.name(0): wanted}
         for version in (1, 2):
             full["w"].mul_(3)
-            source.publish(version)
-            with Engine(*targets):
-                report = client.swap("policy", version, timeout=60)
+            report = go_live(client, source, version, *targets)
             assert report.converted_bytes == 2 * 192 * (10 if on_send else 2 * 320)
             once = refitd.MXFP8Buffer.empty(shape, is_swizzled=is_swizzled)
             once.quantize(full["w"])
@@ -137,9 +125,7 @@ def test_what_lies_on_a_gpu_is_given_to_replicas_that_join(daemon: Daemon, seed_
         source = client.register_source("policy", full)
         mode = "copy" if seed_on == "arena" else "shadow"
         seed = client.register_target("policy", live, replica="seed", mode=mode)
-        source.publish(1)
-        with Engine(seed):
-            client.swap("policy", 1, timeout=60)
+        go_live(client, source, 1, seed)
         source.close()
         joins = {"main": shards.zeros_like(full), "gpu": allocated(client, full, "cuda:1")}
         for name, mine in joins.items():

@@ -1,4 +1,4 @@
-"""Serve, and say of each version that its tensors hold it; two models: one is published, one lent and pulled."""
+"""Serve two models, one published and one lent, and print each version after checking its tensors."""
 
 import sys
 import time
@@ -19,5 +19,5 @@ while True:
             sys.exit(f"version {version} is not what was published")
         print(f"serves {version}", file=sys.stderr, flush=True)
     if (version := other.poll()) is not None:
-        print(f"pulled {version} {float(lent['w'].mean())}", file=sys.stderr, flush=True)
+        print(f"lent {version} {float(lent['w'].mean())}", file=sys.stderr, flush=True)
     time.sleep(0.01)

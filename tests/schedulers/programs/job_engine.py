@@ -1,4 +1,4 @@
-"""Serve until the end, and say which versions; with a number, die at that version."""
+"""Serve until the end, and print the versions; given a number, die at that version."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Train as one of several ranks: publish versions, bring each into all engines, and check that they serve it."""
+"""Train as one of several ranks: publish versions, swap each into all engines, and check that they serve it."""
 
 import os
 import sys

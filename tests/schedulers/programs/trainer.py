@@ -20,7 +20,7 @@ while True:
     except refitd.RefusedError:  # the live version has been counted on while this was away
         version = source.next_version
         continue
-    except refitd.TransportError as error:  # the coordinator, or the daemon, is away for longer than a call waits
+    except refitd.TransportError as error:  # the coordinator or the daemon is lost for longer than a call waits
         print(f"not published: {error}", file=sys.stderr, flush=True)
         time.sleep(0.5)
         continue

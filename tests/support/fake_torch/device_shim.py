@@ -1,8 +1,8 @@
-"""torch's side of a GPU that is none: what refitd asks torch for on a device, over the memory of fake_cuda.c.
+"""Replace torch's GPU calls in refitd by calls that work on the memory of fake_cuda.c.
 
-Each of PATCHES names a module of refitd and gives what its attributes become. The processes of a test import this
-through sitecustomize.py beside it; the test's own process through tests.support.fake_cuda. Nothing here imports torch
-or refitd before refitd itself does.
+Each of PATCHES names a module of refitd and gives the new values of its attributes. The processes of a test import this
+through sitecustomize.py beside it; the test's own process through tests.support.fake_cuda. This module imports torch
+and refitd only after refitd itself does.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-# (owner, address, bytes, GPU) of memory that lies on one; an owner that has gone takes its memory with it
+# (owner, address, bytes, GPU) of memory on a fake GPU; it is freed with its owner
 _on_gpu: list[tuple[weakref.ref[Any], int, int, int]] = []
 
 
 class _Memory:
-    """Memory at an address, as numpy takes it; arrays over it keep `owner`."""
+    """Memory at an address, in the form that numpy accepts; arrays over it keep `owner`."""
 
     def __init__(self, address: int, nbytes: int, owner: object) -> None:
         self.owner = owner
@@ -30,7 +30,7 @@ class _Memory:
 
 
 def tensor_at(address: int, nbytes: int, device: Any, owner: Any = None) -> Any:
-    """In place of refitd.buffers.cuda.tensor_at."""
+    """Replaces refitd.buffers.cuda.tensor_at."""
     import numpy as np
     import torch
 
@@ -46,28 +46,28 @@ def put_on_gpu(tensor: Any, gpu: int) -> Any:
 
 
 def _is_there(owner: Any, address: int) -> bool:
-    """Whether an arena is still mapped, or a tensor of the test still lies where it was put."""
+    """Whether an arena is still mapped, or a tensor of the test still has this address."""
     if owner is None:
         return False
     return bool(owner.data_ptr() == address) if hasattr(owner, "data_ptr") else bool(getattr(owner, "address", 1))
 
 
 def gpu_of(tensor: Any) -> int:
-    """In place of refitd.describe.memory.gpu_of."""
+    """Replaces refitd.describe.memory.gpu_of."""
     _on_gpu[:] = [known for known in _on_gpu if _is_there(known[0](), known[1])]
     at = tensor.data_ptr()
     return next((gpu for _, start, nbytes, gpu in _on_gpu if start <= at < start + nbytes), -1)
 
 
 class Event:
-    """What was queued is done already."""
+    """An event that is always complete: queued work runs immediately."""
 
     def query(self) -> bool:
         return True
 
 
 class Stream:
-    """In place of DeviceStream: everything is done when it is said."""
+    """Replaces DeviceStream; runs each call immediately."""
 
     def __init__(self, device: Any) -> None:
         import torch
@@ -89,18 +89,17 @@ PATCHES: dict[str, dict[str, Any]] = {
     "refitd.buffers.cuda": {"tensor_at": tensor_at},
     "refitd.copy_services.registry": {"torch_cuda": lambda: "13.0"},
     "refitd.copy_services.cuda": {"DeviceStream": Stream},
-    "refitd.copy_services.device_stream": {"DeviceStream": Stream},
+    "refitd.copy_services.waits": {"DeviceStream": Stream},
     "refitd.describe.memory": {"gpu_of": gpu_of},
-    "refitd.client.devices": {"gpu_of": gpu_of, "settle": lambda gpu: None},
-    "refitd.client.arena_copies": {"gpu_of": gpu_of},
+    "refitd.client.arenas": {"gpu_of": gpu_of, "settle": lambda gpu: None},
     "refitd.client.adopt": {"settle": lambda gpu: None},
-    "refitd.client.build": {"gpu_of": gpu_of},
+    "refitd.client.memory_block": {"gpu_of": gpu_of},
     "refitd.client.tensors": {"gpu_of": gpu_of, "settle": lambda gpu: None},
 }
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of PATCHES as everybody does, and changes them once they have been loaded."""
+    """Finds the modules of PATCHES in the usual way, and changes them once they have been loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -125,7 +124,7 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         for name, value in self._changes.items():
-            getattr(module, name)  # a seam that has moved is an error here, not a test that tests nothing
+            getattr(module, name)  # a renamed attribute must fail here; otherwise the test would test the wrong code
             setattr(module, name, value)
 
 

@@ -1,4 +1,4 @@
-"""Imported by every Python that has this folder in PYTHONPATH: gives it GPUs that are none."""
+"""Imported by every Python that has this folder in PYTHONPATH, to install fake GPUs."""
 
 import device_shim
 

@@ -1,4 +1,4 @@
-"""Python starts with this on PYTHONPATH as if torch were not installed: importing it fails, and nothing finds it."""
+"""With this folder on PYTHONPATH, Python behaves as if torch were not installed: importing it fails, finding it too."""
 
 import sys
 

@@ -10,7 +10,7 @@ UNKNOWN = {"deep": [1, {"deeper": b"\0"}], "nothing": None}
 
 
 def newer(plain: Any, value: object) -> Any:
-    """Return a value's plain form with fields that nobody knows, in it and in each of its parts."""
+    """Return a value's plain form with unknown fields, in it and in each nested value."""
     if isinstance(value, msgspec.Struct) and isinstance(plain, dict):
         found = {name: newer(part, getattr(value, name, None)) for name, part in plain.items()}
         return {**found, "of_a_newer_version": UNKNOWN}
@@ -23,7 +23,7 @@ def newer(plain: Any, value: object) -> Any:
 
 
 def older(plain: Any, value: object) -> Any:
-    """Return a value's plain form without what has its default, in it and in each of its parts."""
+    """Return a value's plain form without fields that have their default, in it and in each nested value."""
     if isinstance(value, msgspec.Struct):
         fields = msgspec.structs.fields(value)
         has_default = {f.name for f in fields if not f.required and getattr(value, f.name) == _default(f)}

@@ -1,8 +1,11 @@
-"""Imported by every Python that has this folder in PYTHONPATH: it speaks another version of the protocol.
+"""Imported by every Python that has this folder in PYTHONPATH, to use another version of the protocol.
 
-TESTED_MINOR is "newer" (it puts fields that nobody here knows into every message and each of its parts, and daemon and
-coordinator send a notification of an unknown kind after each message), "older" (it leaves out every field that has its
-default, as one does that does not have the field) or "same"; TESTED_MAJOR is the major version.
+TESTED_MINOR is "newer", "older" or "same"; TESTED_MAJOR is the major version.
+
+newer: every message and each nested value gets unknown fields, and daemon and coordinator send a notification of an
+unknown kind after each message.
+
+older: fields with their default are omitted, as by a sender that does not have the field.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from refitd.protocol import base
 
 _WRITES = {"newer": newer, "same": lambda plain, _: plain, "older": older}[os.environ.get("TESTED_MINOR", "same")]
 _MINOR = {"newer": 501, "same": 500, "older": 499}[os.environ.get("TESTED_MINOR", "same")]
-base.PROTOCOL_VERSION = 1000 * int(os.environ.get("TESTED_MAJOR", "3")) + _MINOR
+base.PROTOCOL_VERSION = 1000 * int(os.environ.get("TESTED_MAJOR", str(base.PROTOCOL_VERSION // 1000))) + _MINOR
 
 from refitd.protocol import codec  # noqa: E402  # it reads the version
 
@@ -36,7 +39,7 @@ from refitd.protocol import channel  # noqa: E402  # it takes `encode` from ther
 
 
 def _notifying(end: type) -> None:
-    """Let each message be followed by a notification of a kind that nobody here has."""
+    """Send a notification of an unknown kind after each message."""
     send_frame = end.send_frame
 
     def send_two(self: Any, *words: Any) -> bool:

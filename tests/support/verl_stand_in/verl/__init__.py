@@ -1,1 +1,1 @@
-"""A stand-in for verl where it is not installed: the names that refitd's checkpoint engine takes from it, no more."""
+"""A stand-in for verl where it is not installed, with only the names that refitd's checkpoint engine imports."""

@@ -1,1 +1,1 @@
-"""See `verl` beside this."""
+"""See the package `verl` above."""

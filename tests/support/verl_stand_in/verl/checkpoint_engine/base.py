@@ -1,4 +1,4 @@
-"""What an engine of verl 0.9 has to define, and where it is registered."""
+"""The base class of engines of verl 0.9, and their registry."""
 
 from __future__ import annotations
 

@@ -1,0 +1,205 @@
+"""What adapters of engines share: learned layouts and their checks, weights in one arena, retries of followers."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+import refitd
+from refitd import LoaderTrace, RefusedError
+from refitd.adapters.streams import Shapes
+
+log = logging.getLogger("refitd.adapters")
+
+
+def adopt(client: refitd.Client, weights: dict[str, torch.Tensor], timeout: float) -> str:
+    """Move the weights that will be registered, and no others: a flip exchanges the whole arena.
+
+    Do not use the weights during this call. The tensor objects stay valid; their addresses change.
+
+    Args:
+        client: registers the weights afterwards.
+        weights: {name: tensor}, the engine's own parameters and buffers, not views of them.
+        timeout: seconds to allocate the memory.
+
+    Returns:
+        "" if all weights are now in the client's arenas; else why they were not moved, and versions are copied.
+    """
+    if not all(tensor.is_cpu for tensor in weights.values()):
+        return "not all of them lie in main memory (captured graphs of GPUs keep addresses)"
+    module = torch.nn.Module()
+    for name, tensor in weights.items():  # not register_parameter, which takes no names with dots
+        if isinstance(tensor, torch.nn.Parameter):
+            module._parameters[name] = tensor
+        else:
+            module._buffers[name] = tensor
+    try:
+        client.adopt(module, timeout=timeout)
+    except (refitd.RefusedError, refitd.ArenaError, refitd.DeadlineExceeded) as exc:
+        return str(exc)
+    return ""
+
+
+class Learner:
+    """Learns from a model's own loader which elements of the trainer's tensors the engine's weights are.
+
+    The first layout is checked: the weights must equal the checkpoint that the engine loaded at its start. Later the
+    engine serves other versions.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
+        checkpoint: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None,
+    ) -> None:
+        """Store the arguments.
+
+        Args:
+            model: the engine's model.
+            load: the model's loader.
+            checkpoint: returns the tensors that the engine loaded at its start; None: do not check.
+        """
+        self._model, self._load, self._checkpoint = model, load, checkpoint
+        self._own: Shapes = {}
+        self._is_checked = False
+
+    def learn(self, offered: Shapes, rank: int) -> tuple[LoaderTrace, dict[str, torch.Tensor]]:
+        """Return the layout, and the engine's weights by name.
+
+        Args:
+            offered: {canonical name: (shape, dtype)} of the trainer's tensors.
+            rank: this engine's rank.
+
+        Raises:
+            RefusedError: some weights are not plain copies of the trainer's tensors, or the engine repacks them.
+        """
+        params = dict(self._model.named_parameters())
+        # buffers that are in no checkpoint (tables of experts or rotations) are not refitted; the loader may read them
+        held = {**{name: held for name, _, _, held in refitd.named_persistent_buffers(self._model)}, **params}
+        if self._checkpoint is not None:
+            self._own = self._own or {name: (tuple(t.shape), t.dtype) for name, t in self._checkpoint()}
+            check_shapes(self._own, offered)
+        trace = refitd.trace_loader(held, self._load, offered, owner_rank=rank)
+        check_covered(trace, params, self._own)
+        if self._checkpoint is not None and not self._is_checked:
+            checked = trace if self._own == offered else refitd.trace_loader(held, self._load, self._own)
+            refitd.check_layout(checked, held, self._checkpoint())
+            self._is_checked = True
+        return trace, held
+
+
+def check_shapes(own: Shapes, offered: Shapes) -> None:
+    """Refuse another revision of the model: loaders silently use the first rows of a tensor that is too large.
+
+    Args:
+        own: {name: (shape, dtype)} of the checkpoint that the engine loaded at its start.
+        offered: {canonical name: (shape, dtype)} of the trainer's tensors.
+
+    Raises:
+        RefusedError: a tensor's shape differs; the error names it.
+    """
+    differ = [name for name, (shape, _) in offered.items() if name in own and tuple(own[name][0]) != tuple(shape)]
+    if differ:
+        raise RefusedError(
+            f"{differ[0]}: the trainer offers {list(offered[differ[0]][0])}, the checkpoint that this engine was "
+            f"started with has {list(own[differ[0]][0])} ({len(differ)} tensors differ in shape): it is another "
+            "revision of the model; start the engine with a checkpoint of the trainer's"
+        )
+
+
+def check_covered(trace: LoaderTrace, params: Mapping[str, torch.Tensor], own: Shapes | None = None) -> None:
+    """Refuse an engine if versions would not update some of its weights; warn if they would round some.
+
+    Args:
+        trace: how the engine's loader maps the trainer's tensors to weights.
+        params: the engine's parameters, {name: tensor}.
+        own: as in `check_shapes`; None if it is unknown.
+
+    Raises:
+        RefusedError: the loader computes some weights from the trainer's tensors, or leaves some unwritten.
+    """
+    computed = [name for name in trace.computed if name in params]
+    untouched = [name for name in trace.untouched if name in params and params[name].numel()]
+    if computed:
+        raise RefusedError(
+            f"{len(computed)} weights are no copies of what the trainer offers (quantised or packed by the engine): "
+            f"{', '.join(computed[:5])}; serve the model unquantised"
+        )
+    if untouched:
+        close = difflib.get_close_matches(untouched[0], trace.unused, 5, cutoff=0.3) or trace.unused[:5]
+        left = f"nothing of (nearest first) {', '.join(close)}" if close else "all"
+        raise RefusedError(
+            f"nothing that the trainer offers goes to {len(untouched)} weights of the engine: "
+            f"{', '.join(untouched[:5])}; of what it offers, the engine takes {left}"
+        )
+    if (narrower := _narrower(trace, own or {})) and (m := trace.metadata[narrower[0][0]]):
+        name, source = narrower[0]
+        log.warning(
+            "refitd: the trainer offers %s in %s, and this engine keeps it in %s (%s), as the checkpoint that it was "
+            "started with (%d such tensors): versions are less exact than that checkpoint; where the trainer holds "
+            "these tensors in %s, offer them so",
+            source,
+            m.cast_from,
+            _name(m.dtype),
+            name,
+            len(narrower),
+            _name(m.dtype),
+        )
+
+
+def _narrower(trace: LoaderTrace, own: Shapes) -> list[tuple[str, str]]:
+    """Return (engine's name, canonical name) of tensors offered with fewer bits than engine and checkpoint use."""
+    found = []
+    for name, m in trace.metadata.items():
+        bits = m.element_size if m.cast_from is None else getattr(torch, m.cast_from).itemsize
+        for source in {tile.tensor for tile in m.tiles} if m.tiles else {m.resolved_name or name}:
+            if bits < m.element_size and source in own and bits < own[source][1].itemsize:
+                found.append((name, source))
+    return sorted(found)
+
+
+def _name(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class Retries:
+    """How long a following engine waits after an error, and what it logs: it may wait for its trainer for days.
+
+    Attributes:
+        again_s: seconds before it looks for its trainer again.
+        refused_s: seconds before it retries after a refusal; another trainer may start, or the engine that uses its
+            name may stop.
+    """
+
+    again_s = 2.0
+    refused_s = 10.0
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log, self._last = log, ""
+
+    def after(self, exc: refitd.RefitdError) -> float:
+        """Log an error, unless it repeats the last one; return the seconds until the next try."""
+        match exc:
+            case refitd.DeadlineExceeded():
+                self._say(logging.INFO, f"refitd: waiting for a trainer: {exc}")
+            case refitd.TransportError():  # PeerLost is one
+                self._say(logging.WARNING, f"refitd: {exc}; this engine serves what it has, and tries again")
+            case _:
+                text = f"refitd: this engine is not refitted: {exc}; it serves what it has, and tries again"
+                self._say(logging.ERROR, text)
+                return self.refused_s
+        return self.again_s
+
+    def succeeded(self) -> None:
+        """Log the next error even if it repeats the last one."""
+        self._last = ""
+
+    def _say(self, level: int, text: str) -> None:
+        if text != self._last:
+            self._log.log(level, "%s", text, stacklevel=3)
+        self._last = text

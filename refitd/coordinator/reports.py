@@ -1,0 +1,451 @@
+"""Reports of the coordinator: a swap and its progress, the status of nodes, models and links, a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from refitd.commit.decision import Phase, Swap
+from refitd.coordinator.actions import Answer, Waiter
+from refitd.coordinator.eligibility import kept_names
+from refitd.coordinator.fleet import Fleet, ModelState, Running
+from refitd.coordinator.journals.base import LiveVersion, SwapRecord
+from refitd.coordinator.members import Member, Membership, Node, serving_state
+from refitd.coordinator.plans import LoadedPlan, Routed
+from refitd.plan.cost import Cables, Traffic, loads_of
+from refitd.plan.relays import Relays
+from refitd.protocol.base import PROTOCOL_VERSION, Message, clipped
+from refitd.protocol.reports import (
+    CableTraffic,
+    ControllerStatus,
+    DescribedMember,
+    HistoryEntry,
+    HistoryReport,
+    KeptTraffic,
+    LinkStatus,
+    LinkTraffic,
+    MemberReport,
+    ModelDescription,
+    ModelStatus,
+    PairTraffic,
+    ParameterTraffic,
+    PlanReport,
+    RefusedRegistration,
+    Relaying,
+    RelayPath,
+    SourceReport,
+    SourceStatus,
+    StatusReport,
+    SwapProgress,
+    SwapReport,
+    TargetStatus,
+)
+from refitd.states import CommitMode, LinkState, MemberState, SwapOutcome, TransferMode
+
+# --- swaps ------------------------------------------------------------------------------------------------
+
+# The names of phases in reports; all others are shown as "commit".
+_SHOWN = {
+    Phase.IDLE: "plan",
+    Phase.PLANNED: "plan",
+    Phase.HALTING: "pause",
+    Phase.STAGING: "stage",
+    Phase.PAUSING: "pause",
+    Phase.DECIDING: "decide",
+    Phase.STAGED: "decide",  # trainers that drive engines call them at "commit", which may be seconds later
+}
+
+_OUTCOMES = {
+    Phase.DECIDING: SwapOutcome.DECIDED,  # the report that the journal gets with the decision
+    Phase.COMMITTED: SwapOutcome.COMMITTED,
+    Phase.INCOMPLETE: SwapOutcome.INCOMPLETE,
+}
+
+
+def swap_progress(swap: Swap) -> SwapProgress | None:
+    """Return the progress of a running swap; None once it is over."""
+    if swap.phase.is_final:
+        return None
+    committed = len(swap.members) - len(swap.waiting) if swap.phase is Phase.COMMITTING else 0
+    return SwapProgress(
+        swap=swap.swap,
+        model=swap.model,
+        version=swap.version,
+        phase=_SHOWN.get(swap.phase, "commit"),
+        bytes_done=min(sum(swap.progress.values()), swap.bytes_total),
+        bytes_total=swap.bytes_total,
+        members_done=committed,
+        members_total=len(swap.members),
+    )
+
+
+def swap_report(fleet: Fleet, running: Running, now: float) -> SwapReport:
+    """Return the report of a swap, ended or running. It names targets that have left since the swap's begin."""
+    swap, at = running.swap, running.swap.entered
+    seeds = {member.id for member in running.membership.seeds.values()}
+    targets = [m for name, m in running.members.items() if m.added.role == "target" and name not in seeds]
+    outcome, phase = _OUTCOMES.get(swap.phase, SwapOutcome.ABORTED), ""
+    if outcome not in (SwapOutcome.COMMITTED, SwapOutcome.DECIDED):
+        phase = _SHOWN.get(swap.failed_phase or swap.phase, "commit")
+
+    def spent(first: Phase, last: Phase) -> float:
+        start = at.get(first)
+        return 0.0 if start is None else max(0.0, at.get(last, now) - start)
+
+    # conversions count as work done, not as bytes moved
+    written = sum(swap.progress.values())
+    converted = sum(m.added.converted_bytes for m in targets if m.id in swap.members)
+    if Phase.STAGED not in at:
+        converted = max(0, written - (swap.bytes_total - converted))
+    kept = [one for m in targets for one in m.described.shard.kept]
+    return SwapReport(
+        swap=swap.swap,
+        model=swap.model,
+        version=swap.version,
+        run=running.run,
+        outcome=outcome,
+        phase=phase,
+        reason=clipped(swap.reason),
+        cause=swap.cause,
+        bytes=max(0, written - converted),
+        converted_bytes=converted,
+        copies=swap.copies,
+        digests=swap.copies if fleet.models[swap.model].config.verify else 0,
+        plan_s=spent(Phase.IDLE, Phase.HALTING if Phase.HALTING in at else Phase.STAGING),
+        stage_s=spent(Phase.STAGING, Phase.PAUSING if Phase.PAUSING in at else Phase.STAGED),
+        pause_s=spent(Phase.HALTING, Phase.STAGING) + spent(Phase.PAUSING, Phase.STAGED),
+        commit_s=spent(Phase.STAGED, swap.phase),
+        total_s=max(0.0, now - swap.started),
+        sources=running.sources,
+        kind=running.kind,
+        events=swap.history,
+        kept_tensors=len(kept),
+        kept_bytes=sum(one.nbytes for one in kept),
+        members=tuple(_member_report(running, m) for m in targets if m.id in swap.members or not swap.members),
+        suspended=running.suspended,
+        drained=running.drained,
+        crossing=running.crossing,
+        refused=refused_of(fleet.nodes, swap.model),
+    )
+
+
+def late_report(report: SwapReport, swap: Swap, now: float) -> SwapReport:
+    """Return the report of a decided swap for callers whose timeout passes before all ranks have committed."""
+    spent = now - swap.entered[Phase.COMMITTING]
+    why = f"has not taken the version over after {spent:.1f} s, and does at its next commit point"
+    members = tuple(
+        msgspec.structs.replace(member, state=MemberState.LATE, reason=why)
+        if member.state == MemberState.ABORTED
+        else member
+        for member in report.members
+    )
+    late = ", ".join(swap.names.get(who, who) for who in sorted(swap.waiting))
+    reason = f"it is decided and goes on; late after {spent:.1f} s: {late}"
+    if swap.failed:
+        reason += "; failed: " + "; ".join(
+            f"{swap.names.get(who, who)}: {text}" for who, text in sorted(swap.failed.items())
+        )
+    return msgspec.structs.replace(
+        report, outcome=SwapOutcome.DECIDED, phase="commit", reason=clipped(reason), members=members
+    )
+
+
+def _member_report(running: Running, member: Member) -> MemberReport:
+    swap, reason = running.swap, ""
+    state = MemberState.STAGED if swap.phase is Phase.DECIDING else MemberState.ABORTED
+    if member.id in swap.paused:
+        state = MemberState.COMMITTED
+        if why := running.apart.get((member.added.replica, member.added.rank)):
+            reason = f"flipped in its own next poll, not with its replica: {why}"
+    elif member.id in swap.failed:
+        state, reason = MemberState.FAILED, swap.failed[member.id]
+    elif member.id in swap.culprit.split(", "):
+        state, reason = MemberState.FAILED, swap.reason
+    if swap.phase is Phase.ABORTED and member.id in swap.poisoned:
+        state, reason = MemberState.POISONED, member.poisoned
+    return MemberReport(
+        replica=member.added.replica,
+        rank=member.added.rank,
+        node=member.node,
+        host=member.place.host,
+        pid=member.added.pid,
+        state=state,
+        version=member.version,
+        paused_s=swap.paused.get(member.id, 0.0),
+        reason=clipped(reason),
+    )
+
+
+def source_reports(model: Membership, version: int) -> tuple[SourceReport, ...]:
+    """Return how each source rank, or each seed, provides this version."""
+    way = TransferMode.ARENA if model.seeds else TransferMode.NONE
+    return tuple(
+        SourceReport(m.added.rank, m.node, m.place.host, m.source.modes.get(version, way), m.added.replica)
+        for m in model.givers()
+    )
+
+
+# --- the cluster ------------------------------------------------------------------------------------------
+
+
+def status_report(fleet: Fleet, now: float) -> StatusReport:
+    """Return the current status of the cluster."""
+    states = [state for _, state in sorted(fleet.models.items())]
+    service = fleet.config.transport.service
+    return StatusReport(
+        coordinator_pid=fleet.pid,
+        uptime_s=max(0.0, now - fleet.started),
+        nodes=tuple(node.status for _, node in sorted(fleet.nodes.items())),
+        models=tuple(_model_status(state, fleet) for state in states),
+        links=tuple(link for state in states for link in _links(state, service)),
+        drained=tuple(sorted(fleet.drained)),
+        protocol=PROTOCOL_VERSION,
+        protocols={name: node.protocol for name, node in sorted(fleet.nodes.items())},
+    )
+
+
+def history_report(records: Sequence[SwapRecord]) -> HistoryReport:
+    """Return journal records as a report, in the order given."""
+    return HistoryReport(
+        swaps=tuple(
+            HistoryEntry(
+                swap=r.swap,
+                model=r.model,
+                version=r.version,
+                state=SwapOutcome(r.state),
+                at=r.at,
+                reason=r.reason,
+                report=r.written_report(),
+                run=r.run,
+            )
+            for r in records
+        )
+    )
+
+
+def model_description(model: Membership) -> ModelDescription:
+    """Return what every member holds; equal descriptions appear once."""
+    digests = {m.added.digest: m.described.shard for m in model.members()}
+    index = {digest: i for i, digest in enumerate(digests)}
+    return ModelDescription(
+        model=model.name,
+        shards=tuple(digests.values()),
+        members=tuple(
+            DescribedMember(
+                role=m.added.role,
+                replica=m.added.replica,
+                rank=m.added.rank,
+                world_size=m.added.world_size,
+                node=m.node,
+                host=m.place.host,
+                shard=index[m.added.digest],
+            )
+            for m in model.members()
+        ),
+    )
+
+
+def _links(state: ModelState, service: str) -> list[LinkStatus]:
+    plan = state.plan
+    if plan is None:
+        return []
+    epoch = plan.epoch
+    is_up = epoch is not None and plan.loaded_on.issuperset(epoch.nodes)
+    return [
+        LinkStatus(
+            model=state.membership.name,
+            source=source,
+            target=target,
+            service=epoch.service if epoch is not None else service,
+            lanes=epoch.lanes if epoch is not None else 0,
+            bytes=nbytes,
+            state=LinkState.UP if is_up else LinkState.DOWN,
+            seconds=plan.crossing_s.get(target, 0.0),
+        )
+        for (source, target), nbytes in plan.routed.links.by_nodes().items()
+    ]
+
+
+def _model_status(state: ModelState, fleet: Fleet) -> ModelStatus:
+    membership, offered = state.membership, state.membership.offered()
+    return ModelStatus(
+        model=membership.name,
+        source_world_size=offered.world,
+        complete_versions=tuple(offered.complete),
+        auto_swap=membership.auto_swap,
+        sources=_source_rows(membership),
+        live=None if state.live is None else state.live.version,
+        live_run="" if state.live is None else state.live.run,
+        next_version=state.highest + 1 if state.highest >= 0 else 1,
+        queued=len(state.queue),
+        targets=_target_rows(membership, state.live),
+        swap=swap_progress(state.running.swap) if state.running else None,
+        swap_events=state.running.swap.history if state.running else (),
+        last_swap=state.last,
+        verify=state.config.verify,
+        controllers=tuple(
+            ControllerStatus(c.added.replica, c.node, c.host, c.added.pid, c.step.value, c.swap)
+            for _, c in sorted(membership.controllers.items())
+        ),
+    )
+
+
+def _source_rows(model: Membership) -> tuple[SourceStatus, ...]:
+    """Return the report rows of the sources."""
+    return tuple(
+        SourceStatus(
+            rank=rank,
+            node=m.node,
+            host=m.place.host,
+            pid=m.added.pid,
+            attached=m.source.attached,
+            tensors=len(m.described.shard.tensors),
+            bytes=m.described.bytes,
+            versions=tuple(sorted(m.source.versions)),
+            mode=m.source.mode,
+            run=m.run,
+            is_partial=m.described.shard.is_partial,
+        )
+        for rank, m in sorted(model.sources.items())
+    )
+
+
+def _target_rows(model: Membership, live: LiveVersion | None) -> tuple[TargetStatus, ...]:
+    """Return the report rows of the targets; `live` is the version decided last."""
+    drained = {*model.drained()}
+    return tuple(
+        TargetStatus(
+            replica=replica,
+            rank=rank,
+            world_size=m.added.world_size,
+            node=m.node,
+            host=m.place.host,
+            pid=m.added.pid,
+            tensors=len(m.described.shard.tensors),
+            bytes=m.described.bytes,
+            state=serving_state(m, live),
+            version=m.version,
+            staged=None if m.pending is None else m.pending[1],
+            held_bytes=m.added.held_bytes,
+            staging_bytes=m.added.staging_bytes,
+            run=m.run if m.version is not None else "",
+            step=m.told[0],
+            events=m.told[1],
+            mode=_mode(m),
+            kept_tensors=len(m.described.shard.kept),
+            kept_bytes=sum(tensor.nbytes for tensor in m.described.shard.kept),
+            kept=kept_names(m.described.shard.kept),
+            is_drained=replica in drained,
+        )
+        for (replica, rank), m in sorted(model.targets.items())
+    )
+
+
+def _mode(member: Member) -> CommitMode:
+    if member.added.in_place:
+        return CommitMode.IN_PLACE
+    return CommitMode.FLIP if member.added.flips else CommitMode.COPY
+
+
+def refused_of(nodes: Mapping[str, Node], model: str) -> tuple[RefusedRegistration, ...]:
+    """Return the processes whose registration for a model is refused, in the order of their nodes."""
+    return tuple(one for _, node in sorted(nodes.items()) for one in node.status.refused if one.model == model)
+
+
+# --- plans -----------------------------------------------------------------------------------------------
+
+
+def plan_answer(waiter: Waiter, membership: Membership, plan: LoadedPlan) -> Answer:
+    """Return an operator's answer about a plan: the bytes per pair of ranks; `completed` adds those per parameter."""
+    names = {
+        plan.members[m.id]: (
+            f"source rank {m.added.rank}" if m.added.role == "source" else f"{m.added.replica} rank {m.added.rank}"
+        )
+        for m in membership.members()
+    }
+    report = PlanReport(
+        model=membership.name,
+        digest=plan.digest,
+        bytes=plan.nbytes,
+        converted_bytes=sum(m.added.converted_bytes for m in membership.targets.values()),
+        staging_bytes=sum(m.added.staging_bytes for m in membership.targets.values()),
+        held_bytes=sum(m.added.held_bytes for m in membership.targets.values()),
+        copies=plan.traffic.total_copies,
+        plan_s=plan.plan_s,
+        pairs=tuple(
+            PairTraffic(source=names[src], target=names[dst], bytes=nbytes, copies=copies)
+            for src, dst, nbytes, copies in _pairs(plan.traffic)
+        ),
+        parameters=(),
+        unused_sources=plan.unused_sources,
+        kept=_kept(membership),
+        links=_plan_links(plan),
+        relays=_relaying(plan.routed.relays, plan.routed.cables),
+        cables=_cable_loads(plan.routed),
+        speeds=plan.routed.cables.name,
+    )
+    return Answer(*waiter, report, plan.traffic)
+
+
+def completed(answer: Answer) -> Message:
+    """Return the report of an answer. Call it on another thread: a plan may have very many parameters."""
+    report = answer.report
+    if isinstance(report, PlanReport) and answer.traffic is not None:
+        return msgspec.structs.replace(report, parameters=_parameters(answer.traffic))
+    return report
+
+
+def _plan_links(plan: LoadedPlan) -> tuple[LinkTraffic, ...]:
+    node_of = plan.routed.node_of
+    needed: dict[tuple[str, str], int] = {}
+    for src, dst, nbytes, _ in _pairs(plan.traffic):
+        link = node_of[src], node_of[dst]
+        needed[link] = needed.get(link, 0) + nbytes
+    moved = plan.routed.links.by_nodes()
+    between = sorted(link for link in moved.keys() | needed.keys() if link[0] != link[1])
+    return tuple(LinkTraffic(*link, moved.get(link, 0), needed.get(link, 0)) for link in between)
+
+
+def _relaying(relays: Relays, cables: Cables) -> Relaying:
+    paths = tuple(RelayPath(path.source, path.nodes, path.nbytes) for path in relays.paths)
+    if not cables.are_known:
+        return Relaying(paths, relays.bytes, relays.direct_bytes)
+    return Relaying(paths, relays.bytes, relays.direct_bytes, _sent(relays.seconds), _sent(relays.direct_seconds))
+
+
+def _sent(seconds: float) -> float:
+    """Return seconds as far as messages take them (protocol.base.Seconds)."""
+    return min(seconds, 1e9)
+
+
+def _cable_loads(routed: Routed) -> tuple[CableTraffic, ...]:
+    """Return the bytes and seconds of each cable, the slowest first."""
+    if not routed.cables.are_known:
+        return ()
+    links = ((*link, nbytes) for link, nbytes in routed.links.by_nodes().items() if link[0] != link[1])
+    return tuple(
+        CableTraffic(load.node, load.is_send, load.nbytes, round(load.speed), _sent(load.seconds))
+        for load in loads_of(links, routed.cables)
+    )
+
+
+def _kept(membership: Membership) -> tuple[KeptTraffic, ...]:
+    nbytes: dict[str, int] = {}
+    for one in (one for m in membership.targets.values() for one in m.described.shard.kept):
+        nbytes[one.name] = nbytes.get(one.name, 0) + one.nbytes
+    return tuple(KeptTraffic(name=name, bytes=size) for name, size in sorted(nbytes.items(), key=lambda at: -at[1]))
+
+
+def _pairs(traffic: Traffic) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (source rank, target rank, bytes, copies) of each pair, in order."""
+    order = np.lexsort((traffic.dst, traffic.src))
+    columns = (traffic.src, traffic.dst, traffic.bytes, traffic.copies)
+    return zip(*(column[order].tolist() for column in columns), strict=True)
+
+
+def _parameters(traffic: Traffic) -> tuple[ParameterTraffic, ...]:
+    order = np.argsort(-traffic.tensor_bytes, kind="stable")
+    rows = zip(order.tolist(), traffic.tensor_bytes[order].tolist(), traffic.tensor_copies[order].tolist(), strict=True)
+    return tuple(ParameterTraffic(name=traffic.tensors[i], bytes=moved, copies=count) for i, moved, count in rows)

@@ -1,0 +1,168 @@
+"""MXFP8 in descriptions: a bfloat16 tensor that its source converts travels as two tensors, data and scale.
+
+    w                          [256, 512] bfloat16
+    w|mxfp8.rceil.data         [256, 512] float8_e4m3fn
+    w|mxfp8.rceil.scale        [256, 16]  uint8, one for every 32 elements of the last dimension
+
+The names contain the rounding of scales, so a plan never matches ends that round differently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from refitd.describe.layout import canonical_name, global_shape_of, layout_problems, tiles_of
+from refitd.describe.metadata import ParameterMetadata, Repeat, Tile
+from refitd.dtypes import dtype_name, element_size
+from refitd.errors import RefusedError
+from refitd.mxfp8.format import BLOCK, ROUNDINGS
+
+DATA_DTYPE, SCALE_DTYPE = "float8_e4m3fn", "uint8"
+# never part of a module's parameter name
+MARK = "|mxfp8."
+
+
+@dataclass(frozen=True, slots=True)
+class MXFP8Part:
+    """A parsed part name: the tensor, the rounding of its scales, and "data" or "scale"."""
+
+    tensor: str
+    rounding: str
+    which: str
+
+
+def part_name(name: str, rounding: str, which: str) -> str:
+    """Return the name of the "data" or "scale" of a tensor."""
+    return f"{name}{MARK}{rounding}.{which}"
+
+
+def part_of(name: str) -> MXFP8Part | None:
+    """Return the parsed name of a part, None for any other name."""
+    tensor, mark, rest = name.rpartition(MARK)
+    rounding, _, which = rest.partition(".")
+    if not mark or rounding not in ROUNDINGS or which not in ("data", "scale"):
+        return None
+    return MXFP8Part(tensor, rounding, which)
+
+
+def check_blocks(meta: ParameterMetadata) -> None:
+    """Check that the local tensor's blocks of 32 are whole blocks of the canonical tensor.
+
+    Only then does converting the shard give the same bytes as converting the whole tensor.
+
+    Raises:
+        RefusedError: they are not, or the description is invalid; names the tensor.
+    """
+    if problems := layout_problems(meta):
+        raise RefusedError("; ".join(problems))
+    if not meta.shape or meta.shape[-1] % BLOCK or not meta.shape[-1]:
+        raise RefusedError(
+            f"{meta.name}: its shape is {list(meta.shape)}, and MXFP8 needs a last dimension of a multiple of {BLOCK}"
+        )
+    whole = global_shape_of(meta)
+    if whole and whole[-1] % BLOCK:
+        raise RefusedError(
+            f"{meta.name}: the last dimension of the whole tensor is {whole[-1]}, and MXFP8 needs a multiple of {BLOCK}"
+        )
+    for tile in tiles_of(meta):
+        if problem := _cut_block(tile):
+            raise RefusedError(
+                f"{meta.name}: {problem}, and a block of {BLOCK} here is no block of the whole tensor: converting the "
+                f"shard would give other bytes; cut the last dimension at multiples of {BLOCK}"
+            )
+
+
+def parts_of(meta: ParameterMetadata, rounding: str) -> tuple[ParameterMetadata, ParameterMetadata]:
+    """Return the descriptions of a tensor's data and scales, split like the tensor.
+
+    Raises:
+        RefusedError: the split cuts MXFP8 blocks; names the tensor and what to do.
+    """
+    if MARK in meta.name or MARK in canonical_name(meta):
+        raise RefusedError(f"{meta.name}: {MARK!r} marks parts of MXFP8 tensors; give it another name")
+    try:
+        check_blocks(meta)
+    except RefusedError as exc:
+        raise RefusedError(f"{exc}; or convert it at the receivers, which put such blocks together") from exc
+    if meta.fill not in (None, 0.0):
+        raise RefusedError(
+            f"{meta.name}: it is filled up with {meta.fill}, and where sources convert only zeros can be; convert it "
+            "at the receivers"
+        )
+    return _part(meta, rounding, "data"), _part(meta, rounding, "scale")
+
+
+def _part(meta: ParameterMetadata, rounding: str, which: str) -> ParameterMetadata:
+    def named(name: str) -> str:
+        return part_name(name, rounding, which)
+
+    is_scale = which == "scale"
+    dtype = SCALE_DTYPE if is_scale else DATA_DTYPE
+    tiles = meta.tiles
+    if tiles is not None:
+        tiles = tuple(replace(_scale_tile(tile) if is_scale else tile, tensor=named(tile.tensor)) for tile in tiles)
+    last = len(meta.shape) - 1
+    sizes = meta.partition_sizes
+    if sizes is not None and is_scale and meta.partition_dim == last:
+        # sizes that end inside a block of 32 occur only in whole tensors (check_blocks); their scales need no parts
+        sizes = None if any(size % BLOCK for size in sizes) else [size // BLOCK for size in sizes]
+    return replace(
+        meta,
+        name=named(meta.name),
+        shape=_scale_shape(meta.shape) if is_scale else tuple(meta.shape),
+        dtype=dtype,
+        element_size=element_size(dtype),
+        resolved_name=None if meta.resolved_name is None else named(meta.resolved_name),
+        partition_sizes=sizes,
+        tiles=tiles,
+        global_shape=_scale_shape(meta.global_shape) if is_scale and meta.global_shape else meta.global_shape,
+        fill=None if meta.fill is None else 0.0,
+        aliases=tuple(named(alias) for alias in meta.aliases),
+        cast_from=None,
+        cast_to=None,
+    )
+
+
+def _scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return *shape[:-1], shape[-1] // BLOCK
+
+
+def _scale_tile(tile: Tile) -> Tile:
+    """Return the tile of a tile's scales; all its numbers divide, because it holds whole blocks."""
+    strides = [stride // BLOCK for stride in tile.local_stride[:-1]]
+    last = len(tile.size) - 1
+    repeat = tile.repeat
+    if repeat is not None:
+        step = repeat.step // BLOCK if repeat.dim == last else repeat.step
+        repeat = Repeat(repeat.dim, repeat.count, step, repeat.local_step // BLOCK)
+    return Tile(
+        tile.tensor,
+        (*tile.offset[:-1], tile.offset[-1] // BLOCK),
+        _scale_shape(tile.size),
+        tile.local_offset // BLOCK,
+        (*strides, 1),
+        repeat,
+    )
+
+
+def _cut_block(tile: Tile) -> str:
+    """Return how a tile cuts blocks of the local or the canonical tensor, "" if it cuts none."""
+    if not tile.size:
+        return f"{tile.tensor} has no dimensions"
+    low, size = tile.offset[-1], tile.size[-1]
+    if low % BLOCK or size % BLOCK:
+        return f"it holds {low}:{low + size} of the last dimension of {tile.tensor}"
+    outer = [stride for stride, n in zip(tile.local_stride[:-1], tile.size[:-1], strict=True) if n > 1]
+    steps = [tile.local_offset, *outer]
+    if tile.repeat is not None and tile.repeat.count > 1:
+        steps.append(tile.repeat.local_step)
+        if tile.repeat.dim == len(tile.size) - 1 and tile.repeat.step % BLOCK:
+            return f"it holds parts of the last dimension of {tile.tensor} {tile.repeat.step} apart"
+    if tile.local_stride[-1] != 1 or any(step % BLOCK for step in steps):
+        return f"the last dimension of {tile.tensor} lies in parts of other than {BLOCK} elements in it"
+    return ""
+
+
+def is_convertible(dtype: object) -> bool:
+    """Return whether a source may offer this dtype in MXFP8; float32 is rounded to bfloat16 first."""
+    return dtype_name(str(dtype)) in ("bfloat16", "float32")

@@ -1,1 +1,0 @@
-"""Conversions between a source's elements and a destination's."""
