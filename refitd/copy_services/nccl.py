@@ -185,6 +185,7 @@ class NcclService(RoundsExchange):
         self._owns_group = owns_group
         self._stream = DeviceStream(self.device)
         self._digests = DeviceDigests(self.device, authenticator)
+        self._store: object = None
 
     def _working(self, deadline: Deadline) -> AbstractContextManager[object]:
         """See RoundsExchange._working."""
@@ -251,7 +252,7 @@ def join(epoch: Epoch) -> NcclService:
         peers.device = device
         # NCCL's first call in a group makes communicators with every rank; later group calls may have only some
         authenticator = prove(peers, epoch, deadline)
-        return NcclService(
+        service = NcclService(
             group,
             device=device,
             labels=epoch.labels,
@@ -259,6 +260,9 @@ def join(epoch: Epoch) -> NcclService:
             owns_group=True,
             authenticator=authenticator,
         )
+        store.formed()
+        service._store = store  # torch's heartbeat thread calls it as long as the group lives
+        return service
 
     torch.cuda.set_device(device)
     try:

@@ -374,7 +374,8 @@ def _as_bytes(tensor: torch.Tensor) -> bytes:
 class MailboxStore(Store):
     """A torch Store over an epoch's mailbox: process groups form through the control plane, without an open port.
 
-    It implements the methods that process groups use while they form: set, wait, get.
+    It implements the methods that process groups use while they form: set, wait, get. Threads of a formed group may
+    call the others until the group ends, so its owner keeps this object as long: torch's part alone refuses every call.
     `failure` is the error that ended a wait; torch raises another exception instead.
     """
 
@@ -383,17 +384,30 @@ class MailboxStore(Store):
         super().__init__()
         self._epoch, self._deadline, self._attempt = epoch, deadline, attempt
         self._found: dict[str, bytes] = {}
+        self._is_formed = False
         self.failure: RefitdError | None = None
+
+    def formed(self) -> None:
+        """Note that the group has formed. From now on values are known only here: a mailbox belongs to one thread."""
+        self._is_formed = True
 
     def set(self, key: str, value: str | bytes) -> None:
         """Publish a value to the other workers, once."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._found[key] = data
-        self._epoch.mailbox.put(self._attempt + key, data)
+        if not self._is_formed:
+            self._epoch.mailbox.put(self._attempt + key, data)
 
     def get(self, key: str) -> bytes:
-        """Wait for a value until the deadline, and return it."""
+        """Wait for a value until the deadline, and return it.
+
+        Raises:
+            DeadlineExceeded, PeerLost: no worker put it.
+            TransportError: the group has formed, and no value is exchanged any more.
+        """
         if key not in self._found:
+            if self._is_formed:
+                raise TransportError(f"epoch {self._epoch.id}: its group has formed, and no worker puts {key!r} now")
             left = self._deadline.at - time.monotonic()
             try:
                 self._found[key] = self._epoch.mailbox.get(self._attempt + key, max(0.001, left))
@@ -428,13 +442,27 @@ class MailboxStore(Store):
         """Refuse: a counter needs one central place, and no transport of refitd uses one."""
         raise TransportError(f"epoch {self._epoch.id}: the rendezvous has no counters (asked for {key!r})")
 
-    def delete_key(self, key: str) -> bool:
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Refuse: this too needs one central place."""
+        raise TransportError(f"epoch {self._epoch.id}: the rendezvous compares no values (asked for {key!r})")
+
+    def clone(self) -> MailboxStore:
+        """Return this store: its state may be used by several threads."""
+        return self
+
+    # torch calls these two methods by their names in C++
+
+    def deleteKey(self, key: str) -> bool:
         """Ignored: values are dropped with their epoch."""
         return False
 
-    def num_keys(self) -> int:
+    delete_key = deleteKey
+
+    def getNumKeys(self) -> int:
         """Return the number of values known here."""
         return len(self._found)
+
+    num_keys = getNumKeys
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Ignored: the deadline of joining applies."""
