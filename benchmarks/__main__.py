@@ -26,6 +26,7 @@ BENCHMARKS = {
     "fanout": "benchmarks.fanout",
     "cables": "benchmarks.cables",
     "observing": "benchmarks.observing",
+    "kernels": "benchmarks.kernels",
 }
 
 

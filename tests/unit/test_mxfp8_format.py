@@ -198,22 +198,42 @@ import numpy as np, torch
 from refitd.mxfp8 import format as fmt, kernels
 from tests.support.mxfp8 import every_amax, random_values
 
-values = random_values()
-few = torch.cat([every_amax()[::13].reshape(-1), every_amax()[-64:].reshape(-1)])
-few = torch.cat([few, *(each.reshape(-1)[:32 * 300] for each in values.values())])
-blocks = len(few) // 96 * 96
-for columns in (32, 96):
-    words = few[:blocks].view(-1, columns).view(torch.int16)
-    count = columns // 32
-    for rounding in fmt.Rounding:
-        data, scales = np.empty(words.shape, np.uint8), np.empty((len(words), count), np.uint8)
-        fmt.quantize(words.numpy().view(np.uint16), data, scales, rounding)
-        # rows that lie apart
-        found = torch.full((len(words), columns + 8), 0xEE, dtype=torch.uint8)[:, :columns]
-        out = torch.full(scales.shape, 0xEE, dtype=torch.uint8)
-        kernels.quantize(words, found, out, rounding)
-        assert (found.numpy() == data).all(), (columns, rounding, "data")
-        assert (out.numpy() == scales).all(), (columns, rounding, "scales")
+def check(words, rounding, skew=0, gap=8):
+    # rows that lie apart, from an address that is `skew` elements off
+    rows, columns = words.shape
+    def apart(dtype, width):
+        flat = torch.full((skew + rows * (width + gap),), 0x6E, dtype=dtype)
+        return flat[skew:].view(rows, width + gap)[:, :width]
+    expected, expected_scales = np.empty(words.shape, np.uint8), np.empty((rows, columns // 32), np.uint8)
+    fmt.quantize(words.numpy().view(np.uint16), expected, expected_scales, rounding)
+    read, data, scales = apart(torch.int16, columns), apart(torch.uint8, columns), apart(torch.uint8, columns // 32)
+    read.copy_(words)
+    variant = kernels._variant(read, data, scales, rounding)
+    kernels.quantize(read, data, scales, rounding)
+    assert (data.numpy() == expected).all(), (words.shape, rounding, skew, gap, "data")
+    assert (scales.numpy() == expected_scales).all(), (words.shape, rounding, skew, gap, "scales")
+    for each, width in ((data, columns), (scales, columns // 32)):
+        whole = each.as_strided((rows - 1, gap), (width + gap, 1), skew + width)
+        assert (whole == 0x6E).all(), "bytes between rows changed"
+    return variant.vector, variant.is_wide
+
+every_word = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+mixed = every_word[torch.randperm(len(every_word), generator=torch.Generator().manual_seed(1))]
+rows = torch.cat([every_word.view(-1, 32), mixed.view(-1, 32), every_amax().view(torch.int16)])
+some = [values.view(torch.int16).reshape(-1, 32)[:20] for values in random_values().values()]
+some = torch.cat([mixed.view(-1, 32)[:100], *some])
+for rounding in fmt.Rounding:
+    kernels.GROUP = 8192
+    assert check(rows, rounding, gap=0) == (8, False)
+    kernels.GROUP = 64
+    for columns in (32, 96, 5 * 32):
+        words = some.reshape(-1)[: some.numel() // columns * columns].view(-1, columns)
+        assert check(words, rounding) == (8, False)
+        for skew, gap in ((1, 8), (0, 3), (4, 6)):
+            assert check(words, rounding, skew, gap) == (1, False)
+    kernels._INT32_MAX = 200  # offsets of 64 bits, and several launches
+    assert check(some.view(-1)[:96 * 40].view(-1, 96), rounding) == (1, True)
+    kernels._INT32_MAX = 2**31 - 1
 print("same bytes")
 """
 

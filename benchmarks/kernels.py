@@ -1,0 +1,154 @@
+"""Compile every variant of the GPU kernels, which needs no GPU, and record the resources of each.
+
+A variant's registers, spills and local memory come from `ptxas -v`, and its widths of access from its PTX.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+
+RESULTS = Path(__file__).parent / "results"
+CAPABILITIES = (80, 90, 100, 120)
+_ACCESS = re.compile(r"^\s*(?:@%?\w+\s+)?(ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.[bsuf](\d+)\s", re.MULTILINE)
+_DIVISION = re.compile(r"\b(?:div|rem)\.[su]64\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A variant of a kernel, with all that triton needs to compile it."""
+
+    kernel: str
+    variant: str
+    is_aligned: bool
+    function: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """The resources of a compiled variant; widths of access in bits, each once."""
+
+    kernel: str
+    variant: str
+    capability: int
+    registers: int
+    spilled_bytes: int
+    local_bytes: int
+    loads: tuple[int, ...]
+    stores: tuple[int, ...]
+    divides_64_bits: bool
+
+
+def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
+    """Compile all variants and return their resources; store them in benchmarks/results unless `quick`."""
+    import triton
+
+    found = []
+    for case in cases():
+        for capability in CAPABILITIES[:1] if quick else CAPABILITIES:
+            print(f"  {case.kernel}, {case.variant}, sm_{capability}", file=sys.stderr, flush=True)
+            found.append(asdict(compiled(case, capability)))
+    results = {"machine": machine.describe(), "triton": triton.__version__, "variants": found}
+    if not quick:
+        (RESULTS / "kernels.json").write_text(json.dumps(results, indent=1) + "\n")
+        (RESULTS / "kernels.md").write_text(markdown(results))
+    if not json_output:
+        print(markdown(results))
+    return results
+
+
+def cases() -> Iterator[Case]:
+    """Yield every variant of every kernel."""
+    from refitd.mxfp8 import kernels
+
+    for variant in kernels.variants():
+        is_aligned = variant.vector > 1
+        ends = "aligned" if is_aligned else "any address"
+        name = f"{variant.rounding}, {ends}, {64 if variant.is_wide else 32}-bit offsets"
+        yield Case("quantize", name, is_aligned, kernels.quantize_kernel, variant.signature, variant.constants)
+
+
+def compiled(case: Case, capability: int) -> Compiled:
+    """Compile a variant for a compute capability (90 is 9.0) and return its resources.
+
+    Raises:
+        triton.compiler.errors.CompilationError: triton refuses the kernel.
+        ValueError: the output of ptxas has another form than expected.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(case.function, case.signature, case.constants)
+    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
+    said = _assembled(ptx, capability)
+    loads, stores = (
+        tuple(sorted({int(count or 1) * int(bits) for way, count, bits in _ACCESS.findall(ptx) if way == kind}))
+        for kind in ("ld", "st")
+    )
+    return Compiled(
+        case.kernel,
+        case.variant,
+        capability,
+        _number(said, r"Used (\d+) registers"),
+        _number(said, r"(\d+) bytes spill stores") + _number(said, r"(\d+) bytes spill loads"),
+        _number(said, r"(\d+) bytes stack frame"),
+        loads,
+        stores,
+        bool(_DIVISION.search(ptx)),
+    )
+
+
+def _assembled(ptx: str, capability: int) -> str:
+    """Return the report of triton's own ptxas on some PTX."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+    if target is None:
+        raise ValueError("the PTX names no target; see triton's output")
+    with tempfile.TemporaryDirectory() as folder:
+        read, written = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        read.write_text(ptx)
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={target[1]}", str(read), "-o", str(written)]
+        ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    return ran.stdout + ran.stderr
+
+
+def _number(said: str, pattern: str) -> int:
+    found = re.search(pattern, said)
+    if found is None:
+        raise ValueError(f"ptxas -v printed no {pattern!r}: {said!r}; adapt benchmarks/kernels.py to its version")
+    return int(found[1])
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Return the file for benchmarks/results."""
+    lines = [
+        "# GPU kernels, as compiled",
+        "",
+        f"Compiled by Triton {results['triton']} and its ptxas, without a GPU. No kernel has run on a GPU, so this",
+        "page has no speeds. Widths are those of all accesses to device memory in the PTX, in bits. An aligned variant may",
+        "use narrow accesses for the tail of a tensor, and for scales, which have one byte each.",
+        "Written by `scripts/bench kernels`.",
+        "",
+        "| kernel | variant | sm | registers | spilled bytes | local bytes | loads | stores |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in results["variants"]:
+        loads, stores = (", ".join(map(str, row[kind])) for kind in ("loads", "stores"))
+        lines.append(
+            f"| {row['kernel']} | {row['variant']} | {row['capability']} | {row['registers']} | {row['spilled_bytes']} "
+            f"| {row['local_bytes']} | {loads} | {stores} |"
+        )
+    return "\n".join(lines) + "\n"
