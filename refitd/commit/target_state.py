@@ -42,11 +42,6 @@ class Step(enum.Enum):
         """Whether a verified version waits for the decision or the commit."""
         return self in (Step.STAGED, Step.COMMITTING)
 
-    @property
-    def is_decided(self) -> bool:
-        """Whether the swap is decided."""
-        return self is Step.COMMITTING
-
 
 class Live(enum.Enum):
     """Whether the live tensors may be served, and why not."""
@@ -194,7 +189,7 @@ class TargetState(Struct, frozen=True):
     @property
     def may_serve(self) -> bool:
         """Whether the rank may have a lease: it serves the live version, or may commit a decided one at any moment."""
-        return self.step is not Step.RESTORING and (self.live is Live.SERVING or self.step.is_decided)
+        return self.step is not Step.RESTORING and (self.live is Live.SERVING or self.step is Step.COMMITTING)
 
     def __str__(self) -> str:
         of = f" swap {self.swap}" if self.swap is not None else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -12,7 +12,7 @@ from refitd.coordinator.actions import Answer, Waiter
 from refitd.coordinator.eligibility import kept_names
 from refitd.coordinator.fleet import Fleet, ModelState, Running
 from refitd.coordinator.journals.base import LiveVersion, SwapRecord
-from refitd.coordinator.members import Member, Membership, Node, serving_state
+from refitd.coordinator.members import Member, Membership, serving_state
 from refitd.coordinator.plans import LoadedPlan, Routed
 from refitd.plan.cost import Cables, Traffic, loads_of
 from refitd.plan.relays import Relays
@@ -32,7 +32,6 @@ from refitd.protocol.reports import (
     PairTraffic,
     ParameterTraffic,
     PlanReport,
-    RefusedRegistration,
     Relaying,
     RelayPath,
     SourceReport,
@@ -127,7 +126,9 @@ def swap_report(fleet: Fleet, running: Running, now: float) -> SwapReport:
         suspended=running.suspended,
         drained=running.drained,
         crossing=running.crossing,
-        refused=refused_of(fleet.nodes, swap.model),
+        refused=tuple(
+            one for _, node in sorted(fleet.nodes.items()) for one in node.status.refused if one.model == swap.model
+        ),
     )
 
 
@@ -347,11 +348,6 @@ def _mode(member: Member) -> CommitMode:
     if member.added.in_place:
         return CommitMode.IN_PLACE
     return CommitMode.FLIP if member.added.flips else CommitMode.COPY
-
-
-def refused_of(nodes: Mapping[str, Node], model: str) -> tuple[RefusedRegistration, ...]:
-    """Return the processes whose registration for a model is refused, in the order of their nodes."""
-    return tuple(one for _, node in sorted(nodes.items()) for one in node.status.refused if one.model == model)
 
 
 # --- plans -----------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class RetainedTargets:
         # is unusable if the engine has unmapped it, or may have died while copying a decided version there because it
         # could not exchange. While workers write the staging arena, the two must not be exchanged.
         step = member.state.step
-        if r.flips and (member.state.suspended or step.is_decided or step is Step.STAGING):
+        if r.flips and (member.state.suspended or step is Step.COMMITTING or step is Step.STAGING):
             return False
         key = _key(member)
         if key in self._kept:
@@ -150,7 +150,7 @@ class LocalArenas(dict[int, Arena]):
         self._retained = retained
         self._jobs = jobs
         self._maps = maps
-        self._asked: dict[int, WantedArenas] = {}  # by ticket
+        self.requests: dict[int, WantedArenas] = {}  # by ticket
         self._tickets = 0
         self._frees: set[int] = set()  # tickets whose arenas, once made, replace retained targets
 
@@ -165,7 +165,7 @@ class LocalArenas(dict[int, Arena]):
         Raises:
             ArenaError: the arenas exceed the node's limit, even after freeing all retained targets.
         """
-        asked = [(nbytes, waiting.device) for waiting in self._asked.values() for nbytes, _ in waiting.wanted]
+        asked = [(nbytes, waiting.device) for waiting in self.requests.values() for nbytes, _ in waiting.wanted]
         used = self._used()
         more = sum(nbytes for nbytes, _ in wanted.wanted)
         kept = sum(self[arena].nbytes for arena in self._retained.arenas())
@@ -174,7 +174,7 @@ class LocalArenas(dict[int, Arena]):
             return False
         self.check_room(more, kept if frees else 0)
         self._tickets += 1
-        self._asked[self._tickets] = wanted
+        self.requests[self._tickets] = wanted
         if frees:
             self._frees.add(self._tickets)
         held = tuple(0 if arena.device else arena.nbytes for arena in self.values())
@@ -197,12 +197,12 @@ class LocalArenas(dict[int, Arena]):
             )
 
     def _used(self) -> int:
-        asked = sum(nbytes for waiting in self._asked.values() for nbytes, _ in waiting.wanted)
+        asked = sum(nbytes for waiting in self.requests.values() for nbytes, _ in waiting.wanted)
         return asked + sum(arena.nbytes for arena in self.values())
 
     def made(self, effects: Effects, event: ArenasMade) -> WantedArenas | None:
         """Return the request that these arenas fulfil; if its client has left, close the arenas and return None."""
-        wanted = self._asked.pop(event.ticket)
+        wanted = self.requests.pop(event.ticket)
         if event.ticket in self._frees:
             self._frees.discard(event.ticket)
             self._free_retained(effects)  # not earlier: a refused request must not free retained targets
@@ -217,7 +217,7 @@ class LocalArenas(dict[int, Arena]):
 
         Return the request if the coordinator must be asked first; see `ask`.
         """
-        wanted = self._asked.pop(event.ticket)
+        wanted = self.requests.pop(event.ticket)
         self._frees.discard(event.ticket)
         short = event.error.short if isinstance(event.error, ArenaError) else 0
         kept = (self[arena] for arena in self._retained.arenas())
@@ -236,11 +236,7 @@ class LocalArenas(dict[int, Arena]):
     @property
     def asked(self) -> int:
         """How many requests wait for arenas."""
-        return len(self._asked)
-
-    def waiting(self, session: int) -> int:
-        """Return how many requests of a session are waiting for arenas."""
-        return sum(asked.session == session for asked in self._asked.values())
+        return len(self.requests)
 
     # --- records ------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from refitd.commit.target_state import (
     Failed,
     FellBehind,
     Live,
+    Step,
 )
 from refitd.daemon.arenas import LocalArenas
 from refitd.daemon.coordinator_link import CoordinatorLink
@@ -72,7 +73,7 @@ class LocalSteps:
             member
             for member in self._members.values()
             if member.state.swap == swap
-            and member.state.step.is_decided
+            and member.state.step is Step.COMMITTING
             and isinstance(member.registration.request, local.RegisterTarget)
             and (member.registration.request.model, member.registration.request.replica) == (model, replica)
         ]
@@ -197,7 +198,7 @@ class Commits:
 
     def step_reached(self, effects: Effects, member: LocalMember, said: local.StepReached) -> None:
         """Handle a member's poll count, for which the other ranks of its replica or its controller wait."""
-        if member.state.swap != said.swap or not member.state.step.is_decided:
+        if member.state.swap != said.swap or member.state.step is not Step.COMMITTING:
             return
         if self._controlled.get(member.id) == said.swap:
             say_step(effects, member, said)
@@ -218,7 +219,7 @@ class Commits:
         self, effects: Effects, swap: str, member: LocalMember, paused_s: float, *, exchanged: bool = False
     ) -> bool:
         """Record that the member committed; return False if it was not asked to."""
-        if member.state.swap != swap or not member.state.step.is_decided:
+        if member.state.swap != swap or member.state.step is not Step.COMMITTING:
             return False
         effects.move(member, Committed(swap) if exchanged or not member.registration.flips else CommittedByCopy(swap))
         if exchanged and member.registration.flips:
@@ -236,7 +237,7 @@ class Commits:
         if member.state.swap != swap:
             return
         effects.log("swap", swap=swap, phase="failed", member=member.id, reason=reason)
-        if not member.state.step.is_decided:
+        if member.state.step is not Step.COMMITTING:
             return
         effects.move(member, Failed(swap))
         if member.registration.flips:

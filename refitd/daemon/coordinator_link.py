@@ -27,7 +27,7 @@ class CoordinatorLink:
     def __init__(self, node: str) -> None:
         self._node = node
         self._numbers = 0
-        self._waiting: dict[int, Waiting] = {}
+        self.waiting: dict[int, Waiting] = {}  # by number
         self._heard = -1e9
         self._unreachable = ""  # the reason, if known
         self._has_left = False  # it announced its end
@@ -78,35 +78,31 @@ class CoordinatorLink:
             effects.notes.append(Answered(waiting, _failed(self._absence())))
             return
         number = self.next_number()
-        self._waiting[number] = waiting
+        self.waiting[number] = waiting
         effects.say(message, number)
 
     def answered(self, request: int, message: Message) -> Waiting | None:
         """Return the request that the coordinator's message answers; it waits no longer, except after progress."""
         if isinstance(message, SwapProgress):
-            return self._waiting.get(request)
-        return self._waiting.pop(request, None)
+            return self.waiting.get(request)
+        return self.waiting.pop(request, None)
 
     def unsent(self, effects: Effects, request: int, lost: bool) -> None:
         """Fail a request that did not fit in the queue to the coordinator, or whose connection is `lost`."""
-        if (waiting := self._waiting.pop(request, None)) is not None:
+        if (waiting := self.waiting.pop(request, None)) is not None:
             text = f"node {self._node}: too much waits to be sent to the coordinator; try again"
             failure = local.Failure(code=RefusedError.code, message=text)
             effects.notes.append(Answered(waiting, _failed(self._absence()) if lost else failure))
 
     def fail_all(self, effects: Effects, reason: str) -> None:
         """Fail all waiting requests, because the coordinator that received them is lost."""
-        waiting, self._waiting = self._waiting, {}
+        waiting, self.waiting = self.waiting, {}
         for one in waiting.values():
             effects.notes.append(Answered(one, _failed(reason)))
 
-    def count(self, session: int) -> int:
-        """Return how many requests of a session are waiting."""
-        return sum(waiting.session == session for waiting in self._waiting.values())
-
     def __len__(self) -> int:
         """Return how many requests are waiting."""
-        return len(self._waiting)
+        return len(self.waiting)
 
     def _absence(self) -> str:
         reason = self._unreachable or "check that it runs, then try again"

@@ -34,10 +34,9 @@ class Publishing:
         """
         self._link.check()
         source = _source(member)
-        _check_newer(member, source, version)
         if not source.slots:
             raise RefusedError(f"{member.id}: its tensors live in an arena and are lent, not copied; use lend()")
-        _check_room(member, "requests for a snapshot slot", len(source.waiting))
+        _check_new(member, source, version, "requests for a snapshot slot", len(source.waiting))
         source.waiting.append(WaitingPublish(session, request, version, deadline))
         self._grant(effects, member)
         self.ask_room(effects, member)
@@ -74,8 +73,7 @@ class Publishing:
         """
         version = message.version
         source = _source(member)
-        _check_newer(member, source, version)
-        _check_room(member, "versions that are lent", len(source.leases))
+        _check_new(member, source, version, "versions that are lent", len(source.leases))
         self._link.check()
         if not member.registration.live:
             raise RefusedError(
@@ -232,11 +230,6 @@ def _source(member: LocalMember) -> SourceSide:
     return member.source
 
 
-def _check_room(member: LocalMember, what: str, count: int) -> None:
-    if count >= MAX_OPEN:
-        raise RefusedError(f"{member.id}: has {count} {what} already, at most {MAX_OPEN}; end some first")
-
-
 def _why_not(member: LocalMember, source: SourceSide) -> str:
     """Return why no slot of a member can be overwritten."""
     found = []
@@ -249,7 +242,8 @@ def _why_not(member: LocalMember, source: SourceSide) -> str:
     return "; ".join(found)
 
 
-def _check_newer(member: LocalMember, source: SourceSide, version: int) -> None:
+def _check_new(member: LocalMember, source: SourceSide, version: int, what: str, count: int) -> None:
+    """Refuse a version that is not newer than the published ones, or that would exceed the `count` open ones."""
     r = member.registration.request
     if version < source.first:
         raise RefusedError(
@@ -262,3 +256,5 @@ def _check_newer(member: LocalMember, source: SourceSide, version: int) -> None:
             f"model {r.model!r} source rank {r.rank}: version {version} is "
             f"not newer than {source.newest}, which was published before; versions only go up"
         )
+    if count >= MAX_OPEN:
+        raise RefusedError(f"{member.id}: has {count} {what} already, at most {MAX_OPEN}; end some first")

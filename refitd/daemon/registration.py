@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from refitd.commit.target_state import ContentRefused, ContentRestored, Live, Suspended, Woken, WokenEmpty
+from refitd.commit.target_state import ContentRefused, ContentRestored, Live, Step, Suspended, Woken, WokenEmpty
 from refitd.daemon.actions import Prepared
 from refitd.daemon.arenas import LocalArenas, RetainedTargets, is_restoring
 from refitd.daemon.coordinator_link import CoordinatorLink, Permits
@@ -492,5 +492,5 @@ def _shard_of(member: LocalMember) -> cluster.AddShard:
         origin=r.origin if isinstance(r, local.RegisterSource) else "",
         staged_version=member.state.next if member.state.step.is_staged else None,
         staged_run=member.state.next_run if member.state.step.is_staged else "",
-        committing=member.state.step.is_decided,
+        committing=member.state.step is Step.COMMITTING,
     )

@@ -91,8 +91,17 @@ def handle(state: DaemonState, event: Event, now: float) -> list[Instruction]:
 def _handle(state: DaemonState, effects: Effects, event: Event) -> None:
     match event:
         case ClientSaid(session, request, message, prepared):
-            if session in state.sessions:
-                _client_said(state, effects, state.sessions[session], request, message, prepared)
+            if (client := state.sessions.get(session)) is None:
+                return
+            try:
+                check_names(message)
+                check_role(message, client.roles, f"the user of pid {client.pid}", "node.roles of this daemon")
+                asked = (*state.link.waiting.values(), *state.arenas.requests.values())
+                client.check_room(message, sum(one.session == session for one in asked))
+                _client_said(state, effects, client, request, message, prepared)
+            except RefitdError as exc:
+                effects.log("refused", session=session, message=type(message).__name__, reason=str(exc))
+                effects.fail(session, request, exc)
         case CoordinatorSaid(request, message):
             _coordinator_said(state, effects, request, message)
         case WorkerSaid(worker, sidecar.WorkerReady(pid)):
@@ -307,25 +316,6 @@ def _worker_died(state: DaemonState, effects: Effects, worker: int, how: str) ->
 
 
 def _client_said(
-    state: DaemonState,
-    effects: Effects,
-    session: ClientSession,
-    request: int,
-    message: local.ClientRequest,
-    prepared: Prepared | None,
-) -> None:
-    """Handle a request; if it is refused, answer with the reason."""
-    try:
-        check_names(message)
-        check_role(message, session.roles, f"the user of pid {session.pid}", "node.roles of this daemon")
-        session.check_room(message, state.link.count(session.id) + state.arenas.waiting(session.id))
-        _request(state, effects, session, request, message, prepared)
-    except RefitdError as exc:
-        effects.log("refused", session=session.id, message=type(message).__name__, reason=str(exc))
-        effects.fail(session.id, request, exc)
-
-
-def _request(
     state: DaemonState,
     effects: Effects,
     session: ClientSession,

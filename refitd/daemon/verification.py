@@ -342,7 +342,7 @@ class Proofs:
         check.differing = blocks.differing(digests, proof.digests, range(len(blocks)))
         if not check.differing:
             self._end(effects, check, ProofState.PROVEN)
-        elif member.registration.is_read_by_workers and member.state.step.is_decided:
+        elif member.registration.is_read_by_workers and member.state.step is Step.COMMITTING:
             self._end(
                 effects,
                 check,
@@ -371,7 +371,7 @@ class Proofs:
         # the staging arena can locate differences only while it still holds this version
         state = member.state
         valid = state.holds == check.version == state.version and not (
-            member.registration.live and state.step.is_decided
+            member.registration.live and state.step is Step.COMMITTING
         )
         self._differs(effects, check, found if valid else [])
 

@@ -9,13 +9,12 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 
 from refitd.addressing.copies import ConversionList, CopyList
 from refitd.buffers import handoff
 from refitd.buffers.arena import MappedArena, die_with_parent
-from refitd.copy_services import DigestMismatch, Mailbox, MappedCopyService, PreparedJob, RunResult
+from refitd.copy_services import DigestMismatch, Mailbox, MappedCopyService, PreparedJob
 from refitd.copy_services.registry import Registry, installed
 from refitd.errors import ArenaError, DeadlineExceeded, PeerLost, RefitdError
 from refitd.protocol import local, sidecar
@@ -214,27 +213,14 @@ class Worker:
                 told = now
                 self._daemon.say(sidecar.RunProgress(run=run, bytes_done=bytes_done))
 
-        def perform() -> RunResult:
+        try:
             if isinstance(prepared, ExchangeJob):
                 prepared.use(
                     message.bases,
                     ends_comparing=partial(self._ends_comparing, run),
                     on_wrong_base=partial(self._daemon.say, sidecar.BaseWrong(run=run)),
                 )
-            return prepared.run(verify=message.verify, on_progress=progress, timeout=message.timeout_s or None)
-
-        self._perform(run, perform)
-
-    def _ends_comparing(self, run: int) -> bool:
-        """Return whether the daemon asks for the memory of this run's bases; if so, confirm that it is unused."""
-        is_asked = self._daemon.take(sidecar.DropBases(run=run), self._values)
-        if is_asked:
-            self._daemon.say(sidecar.DropBases(run=run))
-        return is_asked
-
-    def _perform(self, run: int, perform: Callable[[], RunResult]) -> None:
-        try:
-            result = perform()
+            result = prepared.run(verify=message.verify, on_progress=progress, timeout=message.timeout_s or None)
         except DigestMismatch as exc:
             copy = exc.copy if exc.copy >= 0 else None
             self._daemon.say(sidecar.RunDone(run, reason=str(exc), copy=copy, differs=True))
@@ -253,6 +239,13 @@ class Worker:
                     changed_bytes=result.changed_bytes,
                 )
             )
+
+    def _ends_comparing(self, run: int) -> bool:
+        """Return whether the daemon asks for the memory of this run's bases; if so, confirm that it is unused."""
+        is_asked = self._daemon.take(sidecar.DropBases(run=run), self._values)
+        if is_asked:
+            self._daemon.say(sidecar.DropBases(run=run))
+        return is_asked
 
 
 def _only(fds: tuple[int, ...]) -> int:

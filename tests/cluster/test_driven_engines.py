@@ -15,8 +15,9 @@ import refitd
 from refitd.adapters import engines, sglang
 from refitd.adapters.driving import Fleet, swap_and_drive
 from refitd.testing import Daemon, Engine
-from tests.support.adapter_ranks import Model, sglang_modules, write_checkpoint
+from tests.support.adapter_ranks import Model
 from tests.support.adapter_ranks import values as trained
+from tests.support.engine_stand_ins import sglang_modules, write_checkpoint
 
 Offering = tuple[refitd.Client, refitd.Source, dict[str, torch.Tensor]]
 SHAPES = {"a": (5, 3), "b": (4,)}
@@ -113,7 +114,8 @@ def test_sglang_refuses_another_revision_and_an_engine_without_its_checkpoint(
 ) -> None:
     with daemon.connect("trainer") as trainer:
         trainer.register_source("policy", {**trained(1), "norm": torch.zeros(65)})
-        settings = sglang.Settings(replica="a", directory=str(daemon.directory), checkpoint=write_checkpoint(tmp_path))
+        checkpoint = write_checkpoint(tmp_path, trained(0))
+        settings = sglang.Settings(replica="a", directory=str(daemon.directory), checkpoint=checkpoint)
         with pytest.raises(refitd.RefusedError, match=r"norm: the trainer offers \[65\], .* has \[64\]"):
             sglang.SchedulerRank(Model(), settings).bind()
         with pytest.raises(refitd.RefusedError, match="to check the layout against"):

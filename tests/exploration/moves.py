@@ -74,7 +74,9 @@ def _faults(node: Node, mode: Mode) -> Iterator[Move]:
         yield Move("staging fails", say(node, ("failed", node.staging)), 1)
     swaps = {rank.target.swap for rank in node.ranks if rank.target is not None}
     for swap in sorted(s for s in swaps if s is not None):
-        if not any(rank.target.step.is_decided for rank in node.ranks if rank.target and rank.target.swap == swap):
+        if not any(
+            rank.target.step is Step.COMMITTING for rank in node.ranks if rank.target and rank.target.swap == swap
+        ):
             after = say(node, ("failed", swap))
             # a node that has said that it staged the version keeps it until the coordinator aborts
             yield Move("a source takes the version back", abort(after, swap) if node.staging == swap else after, 1)
@@ -245,12 +247,12 @@ def _heard(node: Node, index: int, message: Any) -> Node:
     if target is None or target.swap != getattr(message, "swap", None):
         return node  # that registration or that swap is over
     match message:
-        case local.CommitDone(swap, _, _, exchanged) if target.step.is_decided:
+        case local.CommitDone(swap, _, _, exchanged) if target.step is Step.COMMITTING:
             is_copy = target.flips and not exchanged
             node = retarget(node, index, moved(target, t.CommittedByCopy(swap) if is_copy else t.Committed(swap)))
             spare = node.ranks[index].target
             node = say(node, ("committed", swap, index, number, spare.spare if spare is not None else None))
-        case local.CommitFailed(swap) if target.step.is_decided:
+        case local.CommitFailed(swap) if target.step is Step.COMMITTING:
             node = retarget(node, index, moved(target, t.Failed(swap)))
             node = say(node, ("commit-failed", swap, index, number))
     return node
@@ -270,7 +272,7 @@ def _died(node: Node, index: int) -> Node:
     target = rank.target
     kept = None
     if target is not None and not target.in_place and target.holds is not None:
-        busy = target.step.is_decided or target.step is Step.STAGING or target.live is Live.SUSPENDED
+        busy = target.step is Step.COMMITTING or target.step is Step.STAGING or target.live is Live.SUSPENDED
         kept = None if target.flips and busy else target.holds
     node = _left(node, index)
     return with_rank(node, index, Rank(rank.number, kept=kept))

@@ -196,7 +196,7 @@ def _check_target(state: t.TargetState) -> None:
     assert (state.version is None) == (state.live in (t.Live.EMPTY, t.Live.WRITTEN, t.Live.POISONED)), state
     assert state.in_place or state.live not in (t.Live.WRITTEN, t.Live.POISONED), state
     assert bool(state.reason) == (state.live in (t.Live.BEHIND, t.Live.POISONED)), state
-    assert not state.may_serve or not state.live.is_fenced or state.step.is_decided, state
+    assert not state.may_serve or not state.live.is_fenced or state.step is t.Step.COMMITTING, state
     assert state.spare is None or state.flips, state
     assert bool(state.spare_run) <= (state.spare is not None), state
     assert bool(state.run) <= (state.version is not None or state.holds is not None), state

@@ -1,7 +1,7 @@
 """One process of a job (tests/support/adapters.py): a trainer rank or an engine, with one of refitd's adapters.
 
-vLLM and SGLang are stand-ins; verl is a stand-in unless it is installed. Each engine keeps what it has loaded, or has
-a model whose loader fuses two tensors.
+vLLM and SGLang are stand-ins (tests/support/engine_stand_ins.py); verl is a stand-in unless it is installed. Each
+engine keeps what it has loaded, or has a model whose loader fuses two tensors.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, Generic, TypeVar
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 import refitd
 from refitd.testing import eventually
 from tests.support.actors import Mailroom
+from tests.support.engine_stand_ins import retry_soon, sglang_modules, vllm_config, vllm_modules
 
 SHAPES = {
     "embed": ((300, 64), torch.bfloat16),
@@ -44,7 +45,6 @@ WAIT_S = 60.0
 STEP_S = 0.003
 
 Tensors = dict[str, torch.Tensor]
-Init, Update = TypeVar("Init"), TypeVar("Update")
 
 
 def values(step: int) -> Tensors:
@@ -235,7 +235,7 @@ class VllmTrainer:
     """A trainer that switches vLLM's weight transfer backend to refitd."""
 
     def __init__(self, directory: str, servers: list[str]) -> None:
-        sys.modules.update(vllm_modules())
+        sys.modules.update(vllm_modules(values(0)))
         adapter = importlib.import_module("refitd.adapters.vllm.trainer")
         self._servers, self._weights = servers, values(0)
         info = adapter.RefitdTrainerInitInfo(tensors=self._weights, directory=directory, wait_s=WAIT_S)
@@ -426,7 +426,7 @@ class VllmEngine(Engine):
     """A vLLM worker, driven over HTTP or following."""
 
     def __init__(self, directory: str, replica: str, port: int) -> None:
-        sys.modules.update(vllm_modules())
+        sys.modules.update(vllm_modules(values(0)))
         adapter: Any = importlib.import_module("refitd.adapters.vllm.engine")
         retry_soon()
         settings = {"directory": directory, "replica": replica, "follow": not port}
@@ -495,119 +495,3 @@ class SglangEngine(Engine):
             except refitd.RefitdError as exc:
                 return False, str(exc)
         return True, "Success"
-
-
-# --- stand-ins --------------------------------------------------------------------------------------------------
-
-
-def retry_soon() -> None:
-    from refitd.adapters.engines import Retries
-
-    Retries.again_s = Retries.refused_s = 0.1
-
-
-def modules(held: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
-    made = {name: ModuleType(name) for name in held}
-    for name, module in made.items():
-        vars(module).update(held[name])
-    return made
-
-
-class VllmBase(Generic[Init, Update]):
-    """As vLLM's WeightTransferEngine."""
-
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
-        self.vllm_config, self.model = vllm_config, model
-        self.model_config, self.parallel_config = vllm_config.model_config, vllm_config.parallel_config
-
-    def parse_update_info(self, given: dict[str, Any]) -> Any:
-        return vars(type(self))["update_info_cls"](**given)
-
-
-class VllmTrainerBase(Generic[Init]):
-    """As vLLM's TrainerWeightTransferEngine."""
-
-    def __init__(self, *, client: Any, source: Any, is_sender: bool) -> None:
-        self.client, self.source, self.is_sender = client, source, is_sender
-
-
-class Info:
-    """As vLLM's dataclasses of settings."""
-
-    rank = 0
-    is_sender = True
-
-
-def vllm_modules() -> dict[str, ModuleType]:
-    """Return what the adapter imports of vLLM."""
-    names = ("WeightTransferInitInfo", "WeightTransferUpdateInfo", "TrainerInitInfo", "VLLMWeightSyncClient")
-    base: dict[str, Any] = {name: Info for name in (*names, "WeightSource")}
-    base |= {"WeightTransferEngine": VllmBase, "TrainerWeightTransferEngine": VllmTrainerBase}
-    loader = SimpleNamespace(get_all_weights=lambda config, model: iter(values(0).items()))
-    return modules(
-        {
-            "vllm": {"__version__": "0.32.0"},
-            "vllm.config": {"VllmConfig": Info, "set_current_vllm_config": contextlib.nullcontext},
-            "vllm.config.weight_transfer": {"WeightTransferConfig": Info},
-            "vllm.distributed": {},
-            "vllm.distributed.device_communicators": {"shm_broadcast": SimpleNamespace(sched_yield=None)},
-            "vllm.distributed.weight_transfer": {},
-            "vllm.distributed.weight_transfer.base": base,
-            "vllm.model_executor": {},
-            "vllm.model_executor.model_loader": {"get_model_loader": lambda config: loader},
-        }
-    )
-
-
-def vllm_config(settings: dict[str, Any]) -> Any:
-    """Return vLLM's configuration of an engine of one rank, with refitd's settings."""
-    return SimpleNamespace(
-        additional_config={"refitd": settings},
-        model_config=SimpleNamespace(
-            hf_text_config=SimpleNamespace(tie_word_embeddings=False), quantization=None, dtype=torch.bfloat16
-        ),
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1,
-            enable_expert_parallel=False,
-            data_parallel_size=1,
-            data_parallel_index=0,
-            elastic_ep_max_dp_size=None,
-            world_size=1,
-            rank=0,
-        ),
-        load_config=SimpleNamespace(load_format="auto"),
-        cache_config=SimpleNamespace(enable_prefix_caching=False),
-        instance_id="0",
-    )
-
-
-def sglang_modules(dp_rank: int | None) -> tuple[dict[str, ModuleType], dict[str, Callable[..., Any]]]:
-    """Return what the adapter imports of SGLang, and the hooks that plugins will register."""
-    hooks: dict[str, Callable[..., Any]] = {}
-
-    class HookRegistry:
-        @staticmethod
-        def register(target: str, hook: Callable[..., Any], kind: object) -> None:
-            hooks[target.rpartition(".")[2]] = hook
-
-    alone = SimpleNamespace(rank_in_group=0, world_size=1)
-    parallel = SimpleNamespace(dp_rank=dp_rank, world_group=alone)
-    registry = {"HookRegistry": HookRegistry, "HookType": SimpleNamespace(BEFORE="before")}
-    made = modules(
-        {
-            "sglang": {"__version__": "0.5.23"},
-            "sglang.srt": {},
-            "sglang.srt.runtime_context": {"get_parallel": lambda: parallel},
-            "sglang.srt.plugins": {},
-            "sglang.srt.plugins.hook_registry": registry,
-        }
-    )
-    return made, hooks
-
-
-def write_checkpoint(folder: Path) -> str:
-    """Save step 0 where SGLang's engines find it."""
-    from safetensors.torch import save_file
-
-    save_file(values(0), folder / "model.safetensors")
-    return str(folder)

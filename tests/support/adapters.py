@@ -8,7 +8,8 @@ from typing import Any
 from refitd.testing import Daemon, eventually
 from refitd.testing.daemon import free_port
 from tests.support.actors import Actors
-from tests.support.adapter_ranks import Host, write_checkpoint
+from tests.support.adapter_ranks import Host, values
+from tests.support.engine_stand_ins import write_checkpoint
 
 ANSWER_S = 90.0
 TRAINER, WALKER = "trainer", "walker"  # a walker is a trainer rank that only takes part in collectives
@@ -37,7 +38,7 @@ class Job:
 
     def __init__(self, daemon: Daemon, *engines: str) -> None:
         self.daemon, self.engines = daemon, [*engines]
-        self.directory, self.checkpoint = str(daemon.directory), write_checkpoint(daemon.folder)
+        self.directory, self.checkpoint = str(daemon.directory), write_checkpoint(daemon.folder, values(0))
         self._numbers: dict[str, int] = {}
         self._ports: dict[str, int] = {}
         self._actors = Actors(Host, 0)

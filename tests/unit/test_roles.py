@@ -183,9 +183,9 @@ def test_what_a_client_may_have_waiting_is_bounded():
 def test_request_that_finds_no_room_to_the_coordinator_fails_at_once():
     h = OneNode()
     h.feed(daemon_act.ClientSaid(1, 9, local.StartSwap(model="m")))
-    (number,) = h.daemon.link._waiting
+    (number,) = h.daemon.link.waiting
     h.feed(daemon_act.Unsent(number))
-    assert not h.daemon.link._waiting
+    assert not h.daemon.link.waiting
     (answer,) = [m for s, r, m in h.to_client if (s, r) == (1, 9)]
     assert isinstance(answer, local.Failure) and answer.code == "refused"
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import refitd
 from refitd.adapters import sglang
-from tests.support.adapter_ranks import sglang_modules
+from tests.support.engine_stand_ins import sglang_modules
 
 
 class Model(nn.Module):

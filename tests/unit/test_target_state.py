@@ -109,14 +109,14 @@ def test_what_holds_in_every_state() -> None:
         assert (state.version is None) == (state.live in (Live.EMPTY, Live.WRITTEN, Live.POISONED)), state
         assert state.in_place or state.live not in (Live.WRITTEN, Live.POISONED), state
         assert bool(state.reason) == (state.live in (Live.BEHIND, Live.POISONED)), state
-        assert not state.may_serve or not state.live.is_fenced or state.step.is_decided, state
+        assert not state.may_serve or not state.live.is_fenced or state.step is Step.COMMITTING, state
         assert state.spare is None or state.flips, state
 
 
 def test_a_swap_that_is_decided_ends_with_its_outcome_alone() -> None:
     for state in ALL:
         for event, after in steps_from(state):
-            if state.step.is_decided and after.step is Step.IDLE:
+            if state.step is Step.COMMITTING and after.step is Step.IDLE:
                 assert isinstance(event, t.Committed | t.CommittedByCopy | t.Failed) and event.swap == state.swap
             if after.version not in (None, state.version):
                 assert isinstance(event, t.Committed | t.CommittedByCopy | t.ContentRestored)

@@ -19,12 +19,12 @@ import torch
 import refitd
 from refitd.adapters.engines import Retries, check_covered, check_shapes
 from refitd.adapters.streams import Shapes
-from tests.support.adapter_ranks import vllm_config, vllm_modules
+from tests.support.engine_stand_ins import vllm_config, vllm_modules
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name, module in vllm_modules().items():
+    for name, module in vllm_modules({}).items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "refitd.adapters.vllm.engine", raising=False)
     module = importlib.import_module("refitd.adapters.vllm.engine")
