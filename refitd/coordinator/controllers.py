@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Literal
 
-from refitd.commit import decision
+from refitd.commit import decision, swap_events
 from refitd.coordinator.fleet import Turn
 from refitd.coordinator.members import Controller, ControlStep, Member, Membership, Node, by_node
 from refitd.errors import RefusedError
@@ -67,7 +67,9 @@ def remove(turn: Turn, member: str, node: str, reason: str) -> str | None:
         swap = state.running.swap.swap
         # an engine may end in its commit hook: its ranks have committed then, and the controller has no more to do
         is_done = found.is_decided and found.swap == swap and all(m.staged != swap for m in _ranks(turn, found))
-        outcome = decision.CommitReported(member, found.paused_s) if is_done else decision.MemberLost(member, reason)
+        outcome = (
+            swap_events.CommitReported(member, found.paused_s) if is_done else swap_events.MemberLost(member, reason)
+        )
         turn.post(swap, outcome)
     return model
 
@@ -170,7 +172,7 @@ def said(turn: Turn, node: str, message: local.Controlled) -> None:
     elif message.what == "commit" and found.step is ControlStep.COMMITTING:
         if message.reason:
             found.note_failure(turn.now)
-            turn.post(found.swap, decision.MemberFailed(found.id, message.reason))
+            turn.post(found.swap, swap_events.MemberFailed(found.id, message.reason))
         else:
             found.step = ControlStep.FINISHING
         _look(turn, found)
@@ -179,8 +181,8 @@ def said(turn: Turn, node: str, message: local.Controlled) -> None:
 def _paused(turn: Turn, found: Controller, reason: str) -> None:
     if not found.is_decided:
         found.step = ControlStep.PAUSED
-        failed = decision.MemberFailed(found.id, f"its pause hook failed: {reason}")
-        turn.post(found.swap, failed if reason else decision.QuietReported(found.id))
+        failed = swap_events.MemberFailed(found.id, f"its pause hook failed: {reason}")
+        turn.post(found.swap, failed if reason else swap_events.QuietReported(found.id))
     elif reason:
         found.note_failure(turn.now)
     else:
@@ -272,7 +274,7 @@ def _resume(turn: Turn, found: Controller) -> None:
     found.refuses = version is None
     turn.to_node(found.node, local.Control(member=found.id, swap=swap, what="resume", version=version))
     if is_decided:
-        turn.post(swap, decision.CommitReported(found.id, found.paused_s))
+        turn.post(swap, swap_events.CommitReported(found.id, found.paused_s))
 
 
 def tick(turn: Turn) -> None:

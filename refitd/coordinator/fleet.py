@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refitd.clusters import ClusterSpeeds
-from refitd.commit import decision
+from refitd.commit import swap_events
 from refitd.commit.decision import Phase, Swap
 from refitd.commit.fences import fence_reason
 from refitd.commit.steps import FlipSteps
@@ -332,7 +332,7 @@ class Turn(Effects):
     """
 
     fleet: Fleet
-    events: deque[tuple[str, decision.Event]] = field(default_factory=deque)
+    events: deque[tuple[str, swap_events.Event]] = field(default_factory=deque)
     due: dict[str, None] = field(default_factory=dict)
 
     def send(self, waiter: Waiter, message: Message) -> None:
@@ -381,6 +381,6 @@ class Turn(Effects):
             self.log("swap", swap=r.swap, model=r.model, version=r.version, phase=r.state, reason=r.reason)
             self.effects.append(Remember(replace(r, at=self.wall)))
 
-    def post(self, swap: str, event: decision.Event) -> None:
+    def post(self, swap: str, event: swap_events.Event) -> None:
         """Have a running swap handle an event, after those posted before."""
         self.events.append((swap, event))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import xxhash
 
 from refitd.clusters import ClusterSpeeds
-from refitd.commit import decision
+from refitd.commit import swap_events
 from refitd.commit.decision import Phase
 from refitd.coordinator.actions import MakePlan, Planned, Waiter
 from refitd.coordinator.eligibility import unoffered
@@ -55,7 +55,7 @@ def planned(turn: Turn, event: Planned) -> None:
     if isinstance(plan, str):
         no_plan(running.membership)
         text = f"the plan was refused: {'; '.join(plan.splitlines())}"
-        turn.post(running.swap.swap, decision.AbortAsked(text, SwapCause.PLAN))
+        turn.post(running.swap.swap, swap_events.AbortAsked(text, SwapCause.PLAN))
     else:
         _plan_ready(turn, running, plan)
 
@@ -69,7 +69,7 @@ def _plan_ready(turn: Turn, running: Running, plan: LoadedPlan) -> None:
     senders = [member for _, member in sorted(membership.sources.items()) if plan.members[member.id] in plan.senders]
     if gone := [m for m in senders if running.version not in m.source.versions]:
         reason = f"{gone[0].describe()}: version {running.version} was replaced by newer ones before it was read"
-        turn.post(running.swap.swap, decision.AbortAsked(reason, SwapCause.OVERTAKEN))
+        turn.post(running.swap.swap, swap_events.AbortAsked(reason, SwapCause.OVERTAKEN))
         return
     if plan.moves_between and plan.epoch is None:
         plan.epoch = _new_epoch(turn, plan.routed.links.nodes())
@@ -77,7 +77,7 @@ def _plan_ready(turn: Turn, running: Running, plan: LoadedPlan) -> None:
     turn.post(running.swap.swap, _ready(running))
 
 
-def _ready(running: Running) -> decision.PlanReady:
+def _ready(running: Running) -> swap_events.PlanReady:
     """Return the event that begins the transfer with the swap's plan, or the exchange of arenas without one."""
     targets, plan = running.membership.targets.values(), running.plan
     ranks = {m.id: m.node for m in targets}
@@ -89,7 +89,7 @@ def _ready(running: Running) -> decision.PlanReady:
         loaded = nodes & plan.loaded_on
     pausing = [c for c in running.controllers if c.added.pauses]
     written = {m.added.replica for m in targets if m.added.in_place}
-    return decision.PlanReady(
+    return swap_events.PlanReady(
         members=ranks | {c.id: c.node for c in running.controllers},
         nodes=nodes,
         bytes_total=nbytes,
@@ -208,7 +208,7 @@ def loaded(turn: Turn, node: str, message: cluster.PlanLoaded) -> None:
         plan.loaded_on.add(node)
         # a swap that gives way ends once its epoch is formed, before anything is copied
         ends = running.gives_way and running.swap.waiting <= {node}
-        turn.post(running.swap.swap, gave_way() if ends else decision.NodeLoaded(node))
+        turn.post(running.swap.swap, gave_way() if ends else swap_events.NodeLoaded(node))
 
 
 def lacks_parts(turn: Turn, node: str, message: cluster.PlanLoaded) -> None:
@@ -232,7 +232,7 @@ def lost(turn: Turn, node: str, plan: str, epoch: str, where: str, reason: str) 
     """Abort the swaps that use a plan or epoch which a node lost; the next swap loads it again."""
     turn.log("plan-lost", plan=plan, epoch=epoch, node=node, where=where, reason=reason)
     for running, _ in _using(turn, plan, epoch, node):
-        turn.post(running.swap.swap, decision.PlanLost(node, where, reason))
+        turn.post(running.swap.swap, swap_events.PlanLost(node, where, reason))
     for state in turn.fleet.models.values():
         of_model = state.plan
         if of_model is not None and of_model.id == plan and of_model.epoch is not None and of_model.epoch.id == epoch:
@@ -369,7 +369,7 @@ def digested(turn: Turn, node: str, message: cluster.RegionsDigested) -> None:
         advice = f"[models.{running.swap.model}] check_replicas = false at the coordinator swaps all the same"
         problem = f"{'; '.join(problems)} ({advice})"
     if problem:
-        turn.post(running.swap.swap, decision.AbortAsked(problem, SwapCause.SOURCES_DIFFER))
+        turn.post(running.swap.swap, swap_events.AbortAsked(problem, SwapCause.SOURCES_DIFFER))
         return
     running.membership.compared.put(comparison.key, True)
     if running.plan is not None:
@@ -386,4 +386,4 @@ def tick(turn: Turn, running: Running) -> None:
         f"{turn.now - swap.entered[swap.phase]:.1f} s (look at their workers, allow more time, or set "
         f"[models.{swap.model}] check_replicas = false at the coordinator)"
     )
-    turn.post(swap.swap, decision.AbortAsked(late, SwapCause.DEADLINE))
+    turn.post(swap.swap, swap_events.AbortAsked(late, SwapCause.DEADLINE))

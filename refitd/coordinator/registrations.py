@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from refitd.commit import decision
+from refitd.commit import decision, swap_events
 from refitd.config import ModelConfig
 from refitd.coordinator import controllers, preparation, swap_queue, swaps
 from refitd.coordinator.actions import WriteDrain
@@ -231,7 +231,7 @@ def remove(turn: Turn, member: Member, reason: str) -> None:
     state.membership.remove(member)
     preparation.members_changed(turn, state)
     if takes_part and running is not None:
-        turn.post(running.swap.swap, decision.MemberLost(member.id, reason))
+        turn.post(running.swap.swap, swap_events.MemberLost(member.id, reason))
         swaps.run(turn)
     controllers.ranks_changed(turn, state.membership.name, member.added.replica)
     if state.wants_room:
@@ -305,7 +305,7 @@ def suspend(turn: Turn, member: Member, asked: local.Suspend) -> None:
     if is_lost and not suspended and not member.suspended and (takes_part or member.staged is not None):
         raise RefusedError(f"{member.describe()} is not suspended, and a swap writes or reads it; suspend it first")
     if suspended and takes_part and running is not None:
-        turn.post(running.swap.swap, decision.MemberLost(member.id, "its engine was suspended"))
+        turn.post(running.swap.swap, swap_events.MemberLost(member.id, "its engine was suspended"))
         swaps.run(turn)
     turn.log("suspended" if suspended else "woken", model=state.membership.name, member=member.id)
     member.suspended = suspended
@@ -451,7 +451,7 @@ def withdrawn(turn: Turn, member: Member | None, version: int) -> None:
     running = state.running
     if running is not None and running.version == version and state.reads(member):
         reason = f"it withdrew version {version}, or published over it, before it was read"
-        turn.post(running.swap.swap, decision.MemberLost(member.id, reason))
+        turn.post(running.swap.swap, swap_events.MemberLost(member.id, reason))
 
 
 def wants_room(turn: Turn, member: Member, slots: int) -> None:

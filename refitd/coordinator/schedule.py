@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import xxhash
 
-from refitd.commit.decision import AbortAsked, Phase
+from refitd.commit.decision import Phase
+from refitd.commit.swap_events import AbortAsked
 from refitd.coordinator.actions import Waiter
 from refitd.coordinator.descriptions import canonical_names
 from refitd.coordinator.eligibility import check_targets, spare_run, version_to_swap

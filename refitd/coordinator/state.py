@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from refitd.clusters import ClusterSpeeds
-from refitd.commit import decision
+from refitd.commit import swap_events
 from refitd.config import Config
 from refitd.coordinator import (
     controllers,
@@ -130,7 +130,7 @@ class CoordinatorState(Fleet):
                 for swap, sequence in zip(written, sequences, strict=True):
                     swaps.journalled(turn, swap, sequence)
             case JournalWritten(written, error):
-                turn.events += ((swap, decision.NotJournalled(str(error))) for swap in written)
+                turn.events += ((swap, swap_events.NotJournalled(str(error))) for swap in written)
                 if self.undone:
                     swap_queue.settle_answered(turn, written)
             case Busy(seconds):
@@ -206,7 +206,7 @@ def _handle(turn: Turn, node: Node, event: FromNode) -> Message | None:
         case cluster.StageProgress() as message:
             swaps.progressed(turn, name, message)
         case cluster.StageDone(swap, where=where, reason=reason) if reason:
-            turn.post(swap, decision.NodeFailed(name, where, reason))
+            turn.post(swap, swap_events.NodeFailed(name, where, reason))
         case cluster.StageDone() as done:
             swaps.staged(turn, name, done)
         case local.StepReached() as message:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from refitd.commit import decision
+from refitd.commit import decision, swap_events
 from refitd.commit.decision import Limits, Phase
 from refitd.commit.fences import Verdict, verdict
 from refitd.coordinator import controllers, preparation, swaps
@@ -105,7 +105,7 @@ def start_together(turn: Turn, asked: local.StartSwaps, waiter: Waiter) -> None:
         if state.running is not None:
             state.running.gives_way = True
             text = "it gives way to a swap that was asked for"
-            turn.post(state.running.swap.swap, decision.AbortAsked(text, SwapCause.OVERTAKEN))
+            turn.post(state.running.swap.swap, swap_events.AbortAsked(text, SwapCause.OVERTAKEN))
             swaps.run(turn)
     party = Together(tuple(one.model for one in asked.swaps), waiter)
     for state, due in zip(states, dues, strict=True):
@@ -263,7 +263,7 @@ def live_learned(turn: Turn, model: str) -> None:
     running = state.running
     if running is not None and running.swap.phase is not Phase.COMMITTING:
         text = f"it was learned that version {state.live} is live"
-        turn.post(running.swap.swap, decision.AbortAsked(text, SwapCause.OVERTAKEN))
+        turn.post(running.swap.swap, swap_events.AbortAsked(text, SwapCause.OVERTAKEN))
         swaps.run(turn)
     for member in state.membership.targets.values():
         if member.staged is None:

@@ -9,7 +9,7 @@ from collections import Counter
 
 import msgspec
 
-from refitd.commit import decision
+from refitd.commit import decision, swap_events
 from refitd.commit.decision import Phase
 from refitd.commit.lockstep import Reached
 from refitd.commit.steps import CommitAtStep, Silent
@@ -47,7 +47,7 @@ def run(turn: Turn) -> None:
                 turn.send(waiter, progress)
 
 
-def _move(turn: Turn, running: Running, event: decision.Event) -> list[decision.Instruction] | None:
+def _move(turn: Turn, running: Running, event: swap_events.Event) -> list[swap_events.Instruction] | None:
     """Step a swap's state machine; return its instructions, None if it refuses the event."""
     before = running.swap.phase
     try:
@@ -61,46 +61,46 @@ def _move(turn: Turn, running: Running, event: decision.Event) -> list[decision.
     return instructions
 
 
-def _perform(turn: Turn, state: ModelState, running: Running, instructions: list[decision.Instruction]) -> None:
+def _perform(turn: Turn, state: ModelState, running: Running, instructions: list[swap_events.Instruction]) -> None:
     kinds, s, plan = {type(instruction) for instruction in instructions}, running.swap, running.plan
     # found once for all instructions of a step: there is one for each of thousands of nodes
-    needs_targets = not kinds.isdisjoint((decision.StageOn, decision.CommitOn))
+    needs_targets = not kinds.isdisjoint((swap_events.StageOn, swap_events.CommitOn))
     targets = by_node(running.membership.targets.values()) if needs_targets else {}
     stage: cluster.Stage | None = None
     for instruction in instructions:
         match instruction:
-            case decision.SendPlan(node):
+            case swap_events.SendPlan(node):
                 preparation.load(turn, running, node)
-            case decision.PauseOn(_, members):
+            case swap_events.PauseOn(_, members):
                 controllers.pause(turn, s, members)
-            case decision.StageOn(node) if plan is None:
+            case swap_events.StageOn(node) if plan is None:
                 ids = tuple(m.id for m in targets.get(node, ()))
                 turn.to_node(node, cluster.Stage(s.swap, "", s.version, run=running.run, members=ids))
-            case decision.StageOn(node):
+            case swap_events.StageOn(node):
                 assert plan is not None
                 for member in targets.get(node, ()):
                     member.arenas.spare = None  # it is staged into
                     member.arenas.gives &= member.added.flips
                 stage = stage or _stage(turn, state, running, plan.id)
                 turn.to_node(node, stage)
-            case decision.ReleaseSources() if running.flips_back:
+            case swap_events.ReleaseSources() if running.flips_back:
                 pass
-            case decision.ReleaseSources():
+            case swap_events.ReleaseSources():
                 # the leases of sources that were not read end too; seeds have none
                 givers = running.membership.seeds.values() or state.membership.sources.values()
                 for node, there in sorted(by_node(givers).items()):
                     of_run = tuple(sorted(m.id for m in there if m.run == running.run))
                     turn.to_node(node, cluster.EndSwap(swap=s.swap, version=s.version, members=of_run))
-            case decision.JournalDecision():
+            case swap_events.JournalDecision():
                 decide(turn, state, running)
-            case decision.CommitOn(node):
+            case swap_events.CommitOn(node):
                 ranks = [m for m in targets.get(node, ()) if m.id in s.members]
                 for member in ranks:
                     member.pending = s.swap, s.version
                 controllers.tell_staged(turn, node, ranks, s.swap, s.version, running.run)
-            case decision.AbortOn(node, reason):
+            case swap_events.AbortOn(node, reason):
                 turn.to_node(node, cluster.Abort(swap=s.swap, reason=reason))
-            case decision.Finished():
+            case swap_events.Finished():
                 _finish(turn, state, running)
 
 
@@ -131,21 +131,21 @@ def decide(turn: Turn, state: ModelState, running: Running) -> None:
     if running.together is not None and not _all_staged(running.together, party):
         limits = running.swap.limits
         late = turn.now + limits.plan_s + limits.stage_s + 2 * limits.pause_s
-        turn.post(running.swap.swap, decision.DecisionHeld(late))
+        turn.post(running.swap.swap, swap_events.DecisionHeld(late))
         return
     for one, its in party:
         if text := used_up(one, its.version, its.run):  # learned since the swap began
-            turn.post(its.swap.swap, decision.AbortAsked(text, SwapCause.OVERTAKEN))
+            turn.post(its.swap.swap, swap_events.AbortAsked(text, SwapCause.OVERTAKEN))
             return
     until = max(_held_until(turn, one, its) for one, its in party)
     if until > turn.now:
         for _, its in party:
             its.held_until = until
-            turn.post(its.swap.swap, decision.DecisionHeld(until))
+            turn.post(its.swap.swap, swap_events.DecisionHeld(until))
         return
     records = []
     for _, its in party:
-        _move(turn, its, decision.DecisionSubmitted())
+        _move(turn, its, swap_events.DecisionSubmitted())
         its.held_until, s = None, its.swap
         report = msgspec.json.encode(swap_report(turn.fleet, its, turn.now))
         plan = its.plan.id if its.plan else ""
@@ -194,7 +194,7 @@ def journalled(turn: Turn, swap: str, sequence: int) -> None:
             turn.fence_unless_live(member)
     if running.controllers:
         controllers.note_decided(turn, running.swap)
-    turn.post(swap, decision.Journalled())
+    turn.post(swap, swap_events.Journalled())
     run(turn)
     for replica in sorted(state.membership.controllers):
         controllers.ranks_changed(turn, model, replica)
@@ -209,7 +209,7 @@ def progressed(turn: Turn, node: str, message: cluster.StageProgress) -> None:
         raise RefusedError(
             f"node {node!r} says it has staged {message.bytes_done} bytes, at most {MAX_BYTES} are believed"
         )
-    turn.post(message.swap, decision.NodeProgress(node, message.bytes_done))
+    turn.post(message.swap, swap_events.NodeProgress(node, message.bytes_done))
 
 
 def staged(turn: Turn, node: str, done: cluster.StageDone) -> None:
@@ -221,7 +221,7 @@ def staged(turn: Turn, node: str, done: cluster.StageDone) -> None:
     if running is not None and running.plan is not None and node in running.swap.nodes:
         running.plan.crossing_s[node] = done.crossing_s
         running.crossing += done.crossing
-    turn.post(done.swap, decision.NodeStaged(node, done.copies, done.bytes + done.converted_bytes))
+    turn.post(done.swap, swap_events.NodeStaged(node, done.copies, done.bytes + done.converted_bytes))
 
 
 def reached(turn: Turn, member: Member | None, message: local.StepReached) -> None:
@@ -260,7 +260,7 @@ def _flip(turn: Turn, state: ModelState) -> None:
 def committed(turn: Turn, member: Member | None, message: local.CommitDone) -> None:
     """Note that a rank (None: it has left) serves a decided version."""
     swap = message.swap
-    turn.post(swap, decision.CommitReported(message.member, message.paused_s))
+    turn.post(swap, swap_events.CommitReported(message.member, message.paused_s))
     if member is None:
         return
     arenas, catch_up = member.arenas, member.catch_up
@@ -285,7 +285,7 @@ def committed(turn: Turn, member: Member | None, message: local.CommitDone) -> N
 def commit_failed(turn: Turn, member: Member | None, message: local.CommitFailed) -> None:
     """Note that a rank (None: it has left) could not commit: it may have parts of two versions."""
     swap = message.swap
-    turn.post(swap, decision.MemberFailed(message.member, message.reason))
+    turn.post(swap, swap_events.MemberFailed(message.member, message.reason))
     if member is None:
         return
     if member.staged == swap:
@@ -325,7 +325,7 @@ def _abort_party(turn: Turn, together: Together, aborted: decision.Swap) -> None
     for name in together.models:
         state = turn.fleet.models.get(name)
         if state is not None and state.running is not None and state.running.together is together:
-            turn.post(state.running.swap.swap, decision.AbortAsked(reason, SwapCause.TOGETHER))
+            turn.post(state.running.swap.swap, swap_events.AbortAsked(reason, SwapCause.TOGETHER))
 
 
 def _answer(turn: Turn, running: Running, report: SwapReport) -> None:
@@ -355,7 +355,7 @@ def abort(turn: Turn, state: ModelState, reason: str) -> None:
             f"model {model!r}: swap {running.swap.swap} is decided and being committed; it cannot be aborted"
         )
     text = f"aborted on request: {reason or 'no reason given'}"
-    turn.post(running.swap.swap, decision.AbortAsked(text))
+    turn.post(running.swap.swap, swap_events.AbortAsked(text))
     run(turn)
 
 
@@ -369,7 +369,7 @@ def tick(turn: Turn, state: ModelState) -> None:
         run(turn)
     elif running is not None:
         preparation.tick(turn, running)
-        turn.post(running.swap.swap, decision.TimePassed())
+        turn.post(running.swap.swap, swap_events.TimePassed())
         run(turn)
         _answer_in_time(turn, state)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from refitd.commit import decision as d
+from refitd.commit import swap_events as e
 from refitd.commit.decision import Phase
 from tests.exploration.fleet import CONTROLLER, FAR, NODES, SOURCE, Coordinator, Effect, Fleet, Member, Write
 from tests.exploration.moves import node_moves, quick, resumptions
@@ -305,21 +306,21 @@ class Exploration:
             return
         if swap.phase is Phase.IDLE:
             yield then("the plan is ready", Coordinator.planned)
-        early, _ = d.step(swap, d.TimePassed(), -1.0)
+        early, _ = d.step(swap, e.TimePassed(), -1.0)
         if early is not swap:
             raise Refused("a deadline passes before its time")
         if may_fail or is_late:
-            yield then("the deadline passes", lambda c: c.step(d.TimePassed(), FAR), int(not is_late))
+            yield then("the deadline passes", lambda c: c.step(e.TimePassed(), FAR), int(not is_late))
         if not may_fail:
             return
         if swap.phase is not Phase.COMMITTING:
-            yield then("the operator aborts", lambda c: c.step(d.AbortAsked(WHY)), 1)
+            yield then("the operator aborts", lambda c: c.step(e.AbortAsked(WHY)), 1)
         for member in fleet.members:
             yield then(f"the operator evicts {member.name}", lambda c, m=member: c.evict(m), 1)
         if SOURCE in swap.names:
-            yield then("the trainer leaves", lambda c: c.step(d.MemberLost(SOURCE, WHY)), 1)
+            yield then("the trainer leaves", lambda c: c.step(e.MemberLost(SOURCE, WHY)), 1)
         if CONTROLLER in swap.waiting and swap.phase in (Phase.HALTING, Phase.PAUSING, Phase.COMMITTING):
-            yield then("the controller's hook fails", lambda c: c.step(d.MemberFailed(CONTROLLER, WHY)), 1)
+            yield then("the controller's hook fails", lambda c: c.step(e.MemberFailed(CONTROLLER, WHY)), 1)
 
     # --- the journal and the coordinators -----------------------------------------------------------------
 

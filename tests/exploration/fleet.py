@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from refitd.commit import decision as d
 from refitd.commit import fences
+from refitd.commit import swap_events as e
 from refitd.commit.decision import Limits, Phase, Swap
 from refitd.commit.fences import Verdict
 from refitd.errors import IllegalTransition
@@ -118,7 +119,7 @@ class Coordinator:
 
     # --- the machine --------------------------------------------------------------------------------------
 
-    def step(self, event: d.Event, now: float = 0.0) -> None:
+    def step(self, event: e.Event, now: float = 0.0) -> None:
         """Step the swap's machine and carry out its instructions."""
         swap = self.fleet.swap
         assert swap is not None
@@ -132,29 +133,29 @@ class Coordinator:
         if after.phase.is_final:
             self.fleet = self.fleet._replace(swap=None, kind="", held=False)
 
-    def _perform(self, swap: Swap, instruction: d.Instruction) -> None:
+    def _perform(self, swap: Swap, instruction: e.Instruction) -> None:
         fleet = self.fleet
         match instruction:
-            case d.SendPlan(node):
+            case e.SendPlan(node):
                 self._send(node, ("load",))
-            case d.PauseOn(node, _):
+            case e.PauseOn(node, _):
                 self._send(node, ("pause", swap.swap))
-            case d.StageOn(node):
+            case e.StageOn(node):
                 kind = "spare" if fleet.kind == "rollback" else "stage"
                 there = tuple(
                     sorted("ab".index(m[0]) for m, on in swap.members.items() if on == node and m != CONTROLLER)
                 )
                 self._send(node, (kind, swap.swap, swap.version, there))
-            case d.JournalDecision():
+            case e.JournalDecision():
                 self._decide()
-            case d.CommitOn(node):
+            case e.CommitOn(node):
                 for member in self.fleet.members:
                     if member.name in swap.members and NODES[member.node] == node:
                         self.fleet = self.fleet.changed(member, staged=swap.swap)
                 self._send(node, ("commit", swap.swap, swap.version))
-            case d.AbortOn(node):
+            case e.AbortOn(node):
                 self._send(node, ("abort", swap.swap))
-            case d.Finished():
+            case e.Finished():
                 if swap.phase is Phase.ABORTED:
                     for member in [m for m in self.fleet.members if m.name in swap.poisoned]:
                         self.fleet = self.fleet.changed(member, version=None)
@@ -173,10 +174,10 @@ class Coordinator:
         assert fleet.swap is not None
         if fleet.absent and fleet.swap.version != fleet.live:
             self.fleet = fleet._replace(held=True)
-            self.step(d.DecisionHeld(0.0))
+            self.step(e.DecisionHeld(0.0))
             return
         self.fleet = fleet._replace(held=False)
-        self.step(d.DecisionSubmitted())
+        self.step(e.DecisionSubmitted())
         ranks = frozenset(m[:2] for m in fleet.members)
         self.effects.append(Write(fleet.swap.swap, fleet.swap.version, ranks))
 
@@ -210,14 +211,14 @@ class Coordinator:
         halts = asked if self.fleet.in_place else frozenset[str]()
         in_place = frozenset(m.name for m in ranks) if self.fleet.in_place else in_place
         loaded = nodes if self.fleet.kind == "rollback" else frozenset[str]()  # an exchange needs no plan
-        self.step(d.PlanReady(members, nodes, 1, asked, halts, in_place, loaded))
+        self.step(e.PlanReady(members, nodes, 1, asked, halts, in_place, loaded))
 
     def journalled(self, is_written: bool) -> None:
         """Hear the journal's answer."""
         swap = self.fleet.swap
         assert swap is not None
         if not is_written:
-            self.step(d.NotJournalled(WHY))
+            self.step(e.NotJournalled(WHY))
             for member in [m for m in self.fleet.members if m.staged == swap.swap]:  # they returned while it wrote
                 self._abort(member, swap.swap)
             return
@@ -227,7 +228,7 @@ class Coordinator:
                 self._fence(member)
         if CONTROLLER in swap.members:
             self.fleet = self.fleet._replace(called=swap.swap)
-        self.step(d.Journalled())
+        self.step(e.Journalled())
         self._look()
 
     def permits_ended(self) -> None:
@@ -256,20 +257,20 @@ class Coordinator:
                 self._send(name, ("welcome", fleet.boot))
             case ("loaded",):
                 if self._takes_part(node, after=Phase.IDLE):
-                    self.step(d.NodeLoaded(name))
+                    self.step(e.NodeLoaded(name))
             case ("lost-epoch",):
                 if self._takes_part(node, after=Phase.IDLE) and self.fleet.kind != "rollback":
-                    self.step(d.PlanLost(name, name, WHY))
+                    self.step(e.PlanLost(name, name, WHY))
             case ("staged", swap):
                 if self._is_current(swap):
-                    self.step(d.NodeProgress(name, 1))
-                    self.step(d.NodeStaged(name, 1, 1))
+                    self.step(e.NodeProgress(name, 1))
+                    self.step(e.NodeStaged(name, 1, 1))
             case ("failed", swap):
                 if self._is_current(swap):
-                    self.step(d.NodeFailed(name, name, WHY))
+                    self.step(e.NodeFailed(name, name, WHY))
             case ("paused", swap):
                 if self._is_current(swap):
-                    self.step(d.QuietReported(CONTROLLER))
+                    self.step(e.QuietReported(CONTROLLER))
             case ("committed", swap, index, number, spare):
                 self._committed(swap, node, index, number, spare)
             case ("commit-failed", swap, index, number):
@@ -310,7 +311,7 @@ class Coordinator:
         if self._is_current(swap) and self.fleet.swap is not None:
             name = Member(node, index, number, None).name
             if name in self.fleet.swap.members:
-                self.step(d.CommitReported(name, 0.0))
+                self.step(e.CommitReported(name, 0.0))
 
     def _failed(self, swap: str, node: int, index: int, number: int) -> None:
         member = self.fleet.member(node, index, number)
@@ -319,7 +320,7 @@ class Coordinator:
         if self._is_current(swap) and self.fleet.swap is not None:
             name = Member(node, index, number, None).name
             if name in self.fleet.swap.members:
-                self.step(d.MemberFailed(name, WHY))
+                self.step(e.MemberFailed(name, WHY))
 
     def _add(self, member: Member) -> None:
         fleet = self.fleet
@@ -351,7 +352,7 @@ class Coordinator:
         self.fleet = self.fleet._replace(members=tuple(m for m in self.fleet.members if m is not member))
         swap = self.fleet.swap
         if swap is not None and member.name in swap.names:
-            self.step(d.MemberLost(member.name, WHY))
+            self.step(e.MemberLost(member.name, WHY))
 
     def lose(self, node: int) -> None:
         """Forget a node that is silent, or has introduced itself again: its ranks may still serve."""
@@ -369,7 +370,7 @@ class Coordinator:
         if node == 0:
             self.fleet = self.fleet._replace(called="")
         if node == 0 and swap is not None and CONTROLLER in swap.names:
-            self.step(d.MemberLost(CONTROLLER, WHY))
+            self.step(e.MemberLost(CONTROLLER, WHY))
         self._look()
 
     def _suspend(self, node: int, index: int, number: int) -> None:
@@ -380,7 +381,7 @@ class Coordinator:
         is_allowed = member is not None and member.staged is None and not deciding
         if is_allowed and member is not None:
             if takes_part:
-                self.step(d.MemberLost(member.name, WHY))
+                self.step(e.MemberLost(member.name, WHY))
                 member = self.fleet.member(node, index, number)
                 assert member is not None
             self.fleet = self.fleet.changed(member, suspended=True)
@@ -401,7 +402,7 @@ class Coordinator:
         self.fleet = self.fleet._replace(called="")
         self._send(NODES[0], ("resume", called))
         if self._is_current(called):
-            self.step(d.CommitReported(CONTROLLER, 0.0))
+            self.step(e.CommitReported(CONTROLLER, 0.0))
 
     # --- what may begin -----------------------------------------------------------------------------------
 

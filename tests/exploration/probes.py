@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from refitd.commit import decision as d
 from refitd.commit import fences
 from refitd.commit import rank_state as r
+from refitd.commit import swap_events as e
 from refitd.commit import target_state as t
 from refitd.commit.decision import Limits, Phase
 from refitd.errors import IllegalTransition
@@ -49,46 +50,46 @@ def refuses(do: Callable[[], object], what: str) -> None:
 MEMBERS = {"a": "n0", "b": "n1"}
 NODES = frozenset(MEMBERS.values())
 READY = tuple(
-    d.PlanReady(MEMBERS, NODES, 1, frozenset(asked), frozenset(halts), frozenset(halts), loaded)
+    e.PlanReady(MEMBERS, NODES, 1, frozenset(asked), frozenset(halts), frozenset(halts), loaded)
     for asked, halts in (("", ""), ("a", ""), ("ab", "a"), ("ab", "ab"))
     for loaded in (frozenset[str](), NODES)
 )
-OF_NODES = [kind for n in ("n0", "n1") for kind in (d.NodeLoaded(n), d.NodeStaged(n, 1, 1), d.NodeFailed(n, n, "r"))]
+OF_NODES = [kind for n in ("n0", "n1") for kind in (e.NodeLoaded(n), e.NodeStaged(n, 1, 1), e.NodeFailed(n, n, "r"))]
 OF_MEMBERS = [
     kind
     for m in ("a", "b")
-    for kind in (d.QuietReported(m), d.CommitReported(m, 0.0), d.MemberFailed(m, "r"), d.MemberLost(m, "r"))
+    for kind in (e.QuietReported(m), e.CommitReported(m, 0.0), e.MemberFailed(m, "r"), e.MemberLost(m, "r"))
 ]
-OTHERS = [d.DecisionSubmitted(), d.Journalled(), d.NotJournalled("r"), d.AbortAsked("r"), d.MemberLost("src", "r")]
-STRANGE: list[d.Event] = [
-    d.NodeLoaded("n9"),
-    d.NodeProgress("n9", 1),
-    d.NodeStaged("n9", 1, 1),
-    d.NodeFailed("n9", "n9", "r"),
-    d.PlanLost("n9", "n9", "r"),
-    d.QuietReported("x"),
-    d.CommitReported("x", 0.0),
-    d.MemberFailed("x", "r"),
-    d.MemberLost("x", "r"),
-    d.QuietReported("src"),
-    d.CommitReported("src", 0.0),
-    d.MemberFailed("src", "r"),
+OTHERS = [e.DecisionSubmitted(), e.Journalled(), e.NotJournalled("r"), e.AbortAsked("r"), e.MemberLost("src", "r")]
+STRANGE: list[e.Event] = [
+    e.NodeLoaded("n9"),
+    e.NodeProgress("n9", 1),
+    e.NodeStaged("n9", 1, 1),
+    e.NodeFailed("n9", "n9", "r"),
+    e.PlanLost("n9", "n9", "r"),
+    e.QuietReported("x"),
+    e.CommitReported("x", 0.0),
+    e.MemberFailed("x", "r"),
+    e.MemberLost("x", "r"),
+    e.QuietReported("src"),
+    e.CommitReported("src", 0.0),
+    e.MemberFailed("src", "r"),
 ]
 
 
 class Late(NamedTuple):
     """A message that may arrive late, and the phases that ignore it."""
 
-    event: d.Event
+    event: e.Event
     phases: tuple[Phase, ...]
 
 
 _STAGED = (Phase.PAUSING, Phase.STAGED, Phase.DECIDING, Phase.COMMITTING)
 LATE = (
-    *(Late(d.NodeLoaded(node), (Phase.HALTING, Phase.STAGING, *_STAGED)) for node in ("n0", "n1")),
-    Late(d.PlanLost("n0", "n0", "r"), _STAGED),
-    Late(d.NodeFailed("n0", "n0", "r"), (Phase.DECIDING, Phase.COMMITTING)),
-    Late(d.MemberLost("src", "r"), _STAGED),
+    *(Late(e.NodeLoaded(node), (Phase.HALTING, Phase.STAGING, *_STAGED)) for node in ("n0", "n1")),
+    Late(e.PlanLost("n0", "n0", "r"), _STAGED),
+    Late(e.NodeFailed("n0", "n0", "r"), (Phase.DECIDING, Phase.COMMITTING)),
+    Late(e.MemberLost("src", "r"), _STAGED),
 )
 
 
@@ -101,7 +102,7 @@ def _after_swap(swap: d.Swap) -> Iterator[d.Swap]:
         except IllegalTransition:
             assert (type(event), swap.phase) not in d.ROWS or hasattr(event, "node") or hasattr(event, "member")
     if not swap.phase.is_final:
-        yield canonical(d.step(swap, d.TimePassed(), FAR)[0])
+        yield canonical(d.step(swap, e.TimePassed(), FAR)[0])
 
 
 def check_swaps() -> None:
@@ -112,25 +113,25 @@ def check_swaps() -> None:
             refuses(lambda event=event, swap=swap: d.step(swap, event, 0.0), f"{event} in {swap.phase}")
         if swap.phase is Phase.STAGING:
             for node in swap.nodes - swap.waiting:
-                refuses(lambda n=node, swap=swap: d.step(swap, d.NodeStaged(n, 1, 1), 0.0), "a repeated NodeStaged")
+                refuses(lambda n=node, swap=swap: d.step(swap, e.NodeStaged(n, 1, 1), 0.0), "a repeated NodeStaged")
         if swap.phase in (Phase.HALTING, Phase.PAUSING):
             for member in swap.members.keys() - swap.waiting:
-                refuses(lambda m=member, swap=swap: d.step(swap, d.QuietReported(m), 0.0), "a repeated QuietReported")
+                refuses(lambda m=member, swap=swap: d.step(swap, e.QuietReported(m), 0.0), "a repeated QuietReported")
         for late in LATE:
             if swap.phase in late.phases:
                 assert d.step(swap, late.event, 0.0) == (swap, []), f"{late.event} has an effect in {swap.phase}"
         if swap.phase is Phase.COMMITTING:
             for member in swap.members.keys() - swap.waiting:
-                assert d.step(swap, d.CommitReported(member, 0.0), 0.0) == (swap, [])
+                assert d.step(swap, e.CommitReported(member, 0.0), 0.0) == (swap, [])
         if swap.phase is Phase.INCOMPLETE:
             assert swap.failed and set(swap.failed) <= set(swap.members)
         if swap.phase.is_final:
             assert not swap.waiting
-            for event in (*OF_NODES, *OF_MEMBERS, *OTHERS, d.TimePassed()):
+            for event in (*OF_NODES, *OF_MEMBERS, *OTHERS, e.TimePassed()):
                 refuses(lambda event=event, swap=swap: d.step(swap, event, FAR), f"{event} in {swap.phase}")
         assert swap.poisoned == (swap.in_place if Phase.STAGING in swap.entered and not _decided(swap) else frozenset())
     timed = d.begin("s", "m", 1, Limits(100.0, 1, 1, total_s=5.0), {}, 0.0)
-    assert timed.deadline == 5.0 and d.step(timed, d.TimePassed(), 5.0)[0].phase is Phase.ABORTED
+    assert timed.deadline == 5.0 and d.step(timed, e.TimePassed(), 5.0)[0].phase is Phase.ABORTED
 
 
 def _decided(swap: d.Swap) -> bool:

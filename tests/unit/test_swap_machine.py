@@ -9,16 +9,17 @@ import pytest
 from msgspec.structs import replace
 
 from refitd.commit import decision as m
+from refitd.commit import swap_events as e
 from refitd.commit.decision import Limits, Phase
 from refitd.errors import IllegalTransition
 from refitd.text import BRIEF
 
 LIMITS = Limits(plan_s=1.0, stage_s=10.0, commit_s=5.0)
 NAMES = {"a": "engine a", "b": "engine b", "src": "source rank 0"}
-READY = m.PlanReady({"a": "n0", "b": "n1"}, frozenset({"n0", "n1"}), 100)
+READY = e.PlanReady({"a": "n0", "b": "n1"}, frozenset({"n0", "n1"}), 100)
 
 
-def run(*events: m.Event, limits: Limits = LIMITS) -> tuple[m.Swap, list[m.Instruction]]:
+def run(*events: e.Event, limits: Limits = LIMITS) -> tuple[m.Swap, list[e.Instruction]]:
     """Feed events one second apart; time is an argument, so this does not wait."""
     state, last = m.begin("s", "policy", 7, limits, NAMES, now=0.0), []
     for event in events:
@@ -26,26 +27,26 @@ def run(*events: m.Event, limits: Limits = LIMITS) -> tuple[m.Swap, list[m.Instr
     return state, last
 
 
-STAGED = (READY, m.NodeLoaded("n0"), m.NodeLoaded("n1"), m.NodeStaged("n0", 2, 60), m.NodeStaged("n1", 1, 40))
-DECIDED = (m.DecisionSubmitted(), m.Journalled())
+STAGED = (READY, e.NodeLoaded("n0"), e.NodeLoaded("n1"), e.NodeStaged("n0", 2, 60), e.NodeStaged("n1", 1, 40))
+DECIDED = (e.DecisionSubmitted(), e.Journalled())
 
 
 def test_the_whole_way_gives_each_instruction_once_and_in_order() -> None:
     state = m.begin("s", "policy", 7, LIMITS, NAMES, now=0.0)
-    seen: list[m.Instruction] = []
-    for event in (*STAGED, *DECIDED, m.CommitReported("a", 0.1), m.CommitReported("b", 0.2)):
+    seen: list[e.Instruction] = []
+    for event in (*STAGED, *DECIDED, e.CommitReported("a", 0.1), e.CommitReported("b", 0.2)):
         state, instructions = m.step(state, event, now=0.5)
         seen += instructions
     assert seen == [
-        m.SendPlan("n0"),
-        m.SendPlan("n1"),
-        m.StageOn("n0"),
-        m.StageOn("n1"),
-        m.ReleaseSources(),
-        m.JournalDecision(),
-        m.CommitOn("n0"),
-        m.CommitOn("n1"),
-        m.Finished(),
+        e.SendPlan("n0"),
+        e.SendPlan("n1"),
+        e.StageOn("n0"),
+        e.StageOn("n1"),
+        e.ReleaseSources(),
+        e.JournalDecision(),
+        e.CommitOn("n0"),
+        e.CommitOn("n1"),
+        e.Finished(),
     ]
     assert (state.phase, state.copies, sum(state.progress.values())) == (Phase.COMMITTED, 3, 100)
     assert state.paused == {"a": 0.1, "b": 0.2}
@@ -53,57 +54,57 @@ def test_the_whole_way_gives_each_instruction_once_and_in_order() -> None:
 
 @pytest.mark.parametrize("so_far", range(len(STAGED) + 1))
 @pytest.mark.parametrize(
-    "event", [m.MemberLost("a", "died"), m.AbortAsked("enough"), m.TimePassed()], ids=["lost", "asked", "late"]
+    "event", [e.MemberLost("a", "died"), e.AbortAsked("enough"), e.TimePassed()], ids=["lost", "asked", "late"]
 )
-def test_before_the_decision_anything_that_goes_wrong_aborts_every_node(so_far: int, event: m.Event) -> None:
+def test_before_the_decision_anything_that_goes_wrong_aborts_every_node(so_far: int, event: e.Event) -> None:
     state, _ = run(*STAGED[:so_far])
     state, instructions = m.step(state, event, now=1000.0)
     assert state.phase is Phase.ABORTED
-    assert instructions[-1] == m.Finished()
-    assert {i.node for i in instructions if isinstance(i, m.AbortOn)} == state.nodes
+    assert instructions[-1] == e.Finished()
+    assert {i.node for i in instructions if isinstance(i, e.AbortOn)} == state.nodes
     assert state.reason
 
 
 def test_after_the_decision_nothing_aborts() -> None:
     committing, _ = run(*STAGED, *DECIDED)
     with pytest.raises(IllegalTransition):
-        m.step(committing, m.AbortAsked("too late"), now=1.0)
-    state, instructions = m.step(committing, m.MemberLost("b", "died"), now=1.0)
+        m.step(committing, e.AbortAsked("too late"), now=1.0)
+    state, instructions = m.step(committing, e.MemberLost("b", "died"), now=1.0)
     assert (state.phase, instructions) == (Phase.COMMITTING, [])
-    state, instructions = m.step(state, m.CommitReported("a", 0.0), now=1.0)
-    assert (state.phase, instructions) == (Phase.INCOMPLETE, [m.Finished()])
+    state, instructions = m.step(state, e.CommitReported("a", 0.0), now=1.0)
+    assert (state.phase, instructions) == (Phase.INCOMPLETE, [e.Finished()])
     assert state.failed == {"b": "died"}
     assert "engine b: died" in state.reason
 
 
-LOST = m.MemberLost("b", "died")
-IN_VAIN = (m.AbortAsked("enough"), m.TimePassed(), m.NodeFailed("n0", "w", "r"), LOST, m.MemberLost("src", "r"))
+LOST = e.MemberLost("b", "died")
+IN_VAIN = (e.AbortAsked("enough"), e.TimePassed(), e.NodeFailed("n0", "w", "r"), LOST, e.MemberLost("src", "r"))
 
 
 @pytest.mark.parametrize("event", IN_VAIN, ids=repr)
-def test_only_the_journals_answer_ends_a_decision_under_way(event: m.Event) -> None:
-    deciding, instructions = run(*STAGED, m.DecisionSubmitted())
+def test_only_the_journals_answer_ends_a_decision_under_way(event: e.Event) -> None:
+    deciding, instructions = run(*STAGED, e.DecisionSubmitted())
     assert (deciding.phase, instructions) == (Phase.DECIDING, [])
     later, instructions = m.step(deciding, event, now=1e9)
     assert (later.phase, instructions) == (Phase.DECIDING, [])
-    committing, instructions = m.step(later, m.Journalled(), now=1e9)
-    assert committing.phase is Phase.COMMITTING and m.CommitOn("n1") in instructions
+    committing, instructions = m.step(later, e.Journalled(), now=1e9)
+    assert committing.phase is Phase.COMMITTING and e.CommitOn("n1") in instructions
     assert committing.waiting == ({"a"} if event == LOST else {"a", "b"})
-    aborted, instructions = m.step(later, m.NotJournalled("disk full"), now=1e9)
-    assert aborted.phase is Phase.ABORTED and m.AbortOn("n1", aborted.reason) in instructions
+    aborted, instructions = m.step(later, e.NotJournalled("disk full"), now=1e9)
+    assert aborted.phase is Phase.ABORTED and e.AbortOn("n1", aborted.reason) in instructions
     assert "disk full" in aborted.reason and not aborted.failed
 
 
 def test_a_deadline_in_staging_names_the_node_that_is_waited_for() -> None:
     state, _ = run(*STAGED[:4])
-    state, _ = m.step(state, m.TimePassed(), now=state.deadline)
+    state, _ = m.step(state, e.TimePassed(), now=state.deadline)
     assert state.phase is Phase.ABORTED
     assert state.culprit == "n1"
     assert "phase stage" in state.reason
 
 
 def test_a_plan_and_its_sources_are_needed_until_everything_is_staged() -> None:
-    lost, gone = m.PlanLost("n1", "worker 3", "killed"), m.MemberLost("src", "left")
+    lost, gone = e.PlanLost("n1", "worker 3", "killed"), e.MemberLost("src", "left")
     asks = replace(READY, asked=frozenset("a"))
     for event in (lost, gone):
         assert run(READY, event)[0].phase is run(*STAGED[:3], event)[0].phase is Phase.ABORTED
@@ -112,18 +113,18 @@ def test_a_plan_and_its_sources_are_needed_until_everything_is_staged() -> None:
 
 
 def test_a_decision_that_is_held_has_the_commit_limit_left_after_that() -> None:
-    state, instructions = run(*STAGED, m.DecisionHeld(60.0))
+    state, instructions = run(*STAGED, e.DecisionHeld(60.0))
     assert (state.phase, state.deadline, instructions) == (Phase.STAGED, 60.0 + LIMITS.commit_s, [])
 
 
 def test_a_refusal_says_what_was_tried_where_and_what_came_before() -> None:
-    state, _ = run(READY, m.NodeLoaded("n0"))
+    state, _ = run(READY, e.NodeLoaded("n0"))
     for event, why in (
         (READY, "it has no row"),
-        (m.NodeStaged("n0", 1, 1), "it has no row"),
-        (m.Journalled(), "it has no row"),
-        (m.NodeLoaded("n9"), "no node of this swap is called 'n9'"),
-        (m.MemberLost("x", "died"), "no member of this swap is called 'x'"),
+        (e.NodeStaged("n0", 1, 1), "it has no row"),
+        (e.Journalled(), "it has no row"),
+        (e.NodeLoaded("n9"), "no node of this swap is called 'n9'"),
+        (e.MemberLost("x", "died"), "no member of this swap is called 'x'"),
     ):
         before = replace(state)
         with pytest.raises(IllegalTransition) as refused:
@@ -137,14 +138,14 @@ def test_a_refusal_says_what_was_tried_where_and_what_came_before() -> None:
 
 def test_what_is_said_twice_is_refused_where_no_race_explains_it() -> None:
     quiet = replace(READY, halts=frozenset("ab"), asked=frozenset("ab"))
-    for so_far in ((*STAGED[:4], STAGED[3]), (quiet, *STAGED[1:3], m.QuietReported("a"), m.QuietReported("a"))):
+    for so_far in ((*STAGED[:4], STAGED[3]), (quiet, *STAGED[1:3], e.QuietReported("a"), e.QuietReported("a"))):
         state, _ = run(*so_far[:-1])
         with pytest.raises(IllegalTransition, match="reported before"):
             m.step(state, so_far[-1], now=0.5)
 
 
 def test_the_history_keeps_the_last_events_and_no_progress() -> None:
-    state, _ = run(*STAGED[:3], *(m.NodeProgress("n0", n) for n in range(100)), m.AbortAsked("x" * 5000))
+    state, _ = run(*STAGED[:3], *(e.NodeProgress("n0", n) for n in range(100)), e.AbortAsked("x" * 5000))
     assert [told.split("(")[0] for told in state.history] == [
         "0.500 s: PlanReady",
         "0.500 s: NodeLoaded",
@@ -154,8 +155,8 @@ def test_the_history_keeps_the_last_events_and_no_progress() -> None:
     assert len(state.history[-1]) == BRIEF
     members = {f"m{i}": "n0" for i in range(100)}
     state = m.begin("s", "policy", 7, LIMITS, members, now=0.0)
-    ready = m.PlanReady(members, frozenset({"n0"}), 1)
-    for event in (ready, *STAGED[1:4:2], *DECIDED, *(m.CommitReported(who, 0.0) for who in members)):
+    ready = e.PlanReady(members, frozenset({"n0"}), 1)
+    for event in (ready, *STAGED[1:4:2], *DECIDED, *(e.CommitReported(who, 0.0) for who in members)):
         state, _ = m.step(state, event, now=0.5)
     assert state.phase is Phase.COMMITTED and len(state.history) == m.MAX_EVENTS
     assert "m99" in state.history[-1]
@@ -164,36 +165,36 @@ def test_the_history_keeps_the_last_events_and_no_progress() -> None:
 def test_nodes_that_have_the_plan_are_not_asked_for_it() -> None:
     first = m.begin("s", "policy", 7, LIMITS, NAMES, now=0.0)
     some, told = m.step(first, replace(READY, loaded=frozenset({"n0"})), 0.0)
-    assert (some.phase, some.waiting, told) == (Phase.PLANNED, {"n1"}, [m.SendPlan("n1")])
+    assert (some.phase, some.waiting, told) == (Phase.PLANNED, {"n1"}, [e.SendPlan("n1")])
     every, told = m.step(first, replace(READY, loaded=READY.nodes), 0.0)
-    assert (every.phase, told) == (Phase.STAGING, [m.StageOn("n0"), m.StageOn("n1")])
+    assert (every.phase, told) == (Phase.STAGING, [e.StageOn("n0"), e.StageOn("n1")])
 
 
-EVENTS: tuple[m.Event, ...] = (
+EVENTS: tuple[e.Event, ...] = (
     *(
         replace(READY, asked=frozenset(asked), halts=frozenset(halts), in_place=frozenset(halts), loaded=loaded)
         for asked, halts in (("", ""), ("ab", ""), ("ab", "a"), ("ab", "ab"))
         for loaded in (frozenset[str](), READY.nodes)
     ),
-    *(kind(node) for node in ("n0", "n1") for kind in (m.NodeLoaded, lambda n: m.NodeProgress(n, 5))),
-    *(m.NodeStaged(node, 1, 5) for node in ("n0", "n1")),
-    *(kind(node, "w", "r") for node in ("n0", "n1") for kind in (m.NodeFailed, m.PlanLost)),
-    *(m.QuietReported(member) for member in "ab"),
-    *(m.CommitReported(member, 0.0) for member in "ab"),
-    *(kind(member, "r") for member in ("a", "b") for kind in (m.MemberFailed, m.MemberLost)),
-    m.MemberLost("src", "r"),
-    m.DecisionHeld(1.0),
-    m.DecisionSubmitted(),
-    m.Journalled(),
-    m.NotJournalled("r"),
-    m.AbortAsked("r"),
-    m.TimePassed(),
+    *(kind(node) for node in ("n0", "n1") for kind in (e.NodeLoaded, lambda n: e.NodeProgress(n, 5))),
+    *(e.NodeStaged(node, 1, 5) for node in ("n0", "n1")),
+    *(kind(node, "w", "r") for node in ("n0", "n1") for kind in (e.NodeFailed, e.PlanLost)),
+    *(e.QuietReported(member) for member in "ab"),
+    *(e.CommitReported(member, 0.0) for member in "ab"),
+    *(kind(member, "r") for member in ("a", "b") for kind in (e.MemberFailed, e.MemberLost)),
+    e.MemberLost("src", "r"),
+    e.DecisionHeld(1.0),
+    e.DecisionSubmitted(),
+    e.Journalled(),
+    e.NotJournalled("r"),
+    e.AbortAsked("r"),
+    e.TimePassed(),
 )
 
 
 def test_every_row_leads_to_each_of_its_phases_and_nothing_else_happens() -> None:
     first = m.begin("s", "policy", 7, LIMITS, NAMES, now=0.0)
-    moves: dict[tuple[type[m.Event], Phase], set[Phase]] = {}
+    moves: dict[tuple[type[e.Event], Phase], set[Phase]] = {}
     seen, left = set(), deque([first])
     while left:
         state = left.popleft()
