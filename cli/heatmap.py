@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from refitd.describe.metadata import Roster
 from refitd.plan.cost import Traffic
-from refitd.protocol.reports import ModelStatus, PlanReport
+from refitd.protocol.plan_reports import PlanReport
+from refitd.protocol.reports import ModelStatus
 from refitd.text import printable
 from refitd_cli import html
 from refitd_cli.layouts import RankNumbers

@@ -14,14 +14,13 @@ import click
 
 from refitd import config
 from refitd.errors import RefitdError
+from refitd.protocol.plan_reports import ModelDescription, PlanReport
 from refitd.protocol.reports import (
     DrainReport,
     EvictReport,
     ForgetReport,
     HistoryReport,
-    ModelDescription,
     ModelStatus,
-    PlanReport,
     ReloadReport,
     StatusReport,
     SwapProgress,

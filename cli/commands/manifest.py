@@ -14,7 +14,7 @@ from refitd.errors import ConfigError, RefusedError
 from refitd.offline.files import load, load_model, shards_of, to_json
 from refitd.offline.layouts import Shards
 from refitd.offline.rosters import rosters_of
-from refitd.protocol.reports import ModelDescription
+from refitd.protocol.plan_reports import ModelDescription
 from refitd.protocol.shards import metadata_of
 from refitd_cli.output import json_on_terminal, print_json, say
 from refitd_cli.printed import ManifestWritten

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from refitd.errors import ConfigError
-from refitd.protocol.reports import CableTraffic, PairTraffic, ParameterTraffic, PlanReport, Relaying
+from refitd.protocol.plan_reports import CableTraffic, PairTraffic, ParameterTraffic, PlanReport, Relaying
 from refitd_cli.layouts import ManifestPlan, RankNumbers, manifest_options, planned
 from refitd_cli.output import duration, print_json, print_table, say, size, to_json
 from refitd_cli.printed import LeastTime, ManifestPlanned, ParameterSent, RankMemory, RankPair, Senders

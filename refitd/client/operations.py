@@ -12,14 +12,13 @@ from refitd.client.threads import awaitable, check_process
 from refitd.errors import DeadlineExceeded, RefusedError
 from refitd.protocol import local
 from refitd.protocol.base import MAX_TEXT_BYTES
+from refitd.protocol.plan_reports import ModelDescription, PlanReport
 from refitd.protocol.reports import (
     DrainReport,
     EvictReport,
     ForgetReport,
     GetTrace,
     HistoryReport,
-    ModelDescription,
-    PlanReport,
     ReloadReport,
     StatusReport,
     SwapFailed,

@@ -17,23 +17,25 @@ from refitd.coordinator.plans import LoadedPlan, Routed
 from refitd.plan.cost import Cables, Traffic, loads_of
 from refitd.plan.relays import Relays
 from refitd.protocol.base import PROTOCOL_VERSION, Message, clipped
-from refitd.protocol.reports import (
+from refitd.protocol.plan_reports import (
     CableTraffic,
-    ControllerStatus,
     DescribedMember,
-    HistoryEntry,
-    HistoryReport,
     KeptTraffic,
-    LinkStatus,
     LinkTraffic,
-    MemberReport,
     ModelDescription,
-    ModelStatus,
     PairTraffic,
     ParameterTraffic,
     PlanReport,
     Relaying,
     RelayPath,
+)
+from refitd.protocol.reports import (
+    ControllerStatus,
+    HistoryEntry,
+    HistoryReport,
+    LinkStatus,
+    MemberReport,
+    ModelStatus,
     SourceReport,
     SourceStatus,
     StatusReport,

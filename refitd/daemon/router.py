@@ -96,8 +96,9 @@ def _handle(state: DaemonState, effects: Effects, event: Event) -> None:
             try:
                 check_names(message)
                 check_role(message, client.roles, f"the user of pid {client.pid}", "node.roles of this daemon")
-                asked = (*state.link.waiting.values(), *state.arenas.requests.values())
-                client.check_room(message, sum(one.session == session for one in asked))
+                sessions = [waiting.session for waiting in state.link.waiting.values()]
+                sessions += [wanted.session for wanted in state.arenas.requests.values()]
+                client.check_room(message, sessions.count(session))
                 _client_said(state, effects, client, request, message, prepared)
             except RefitdError as exc:
                 effects.log("refused", session=session, message=type(message).__name__, reason=str(exc))

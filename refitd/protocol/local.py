@@ -7,14 +7,13 @@ from typing import Literal
 import msgspec
 
 from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text, Value, clipped
+from refitd.protocol.plan_reports import ModelDescription, PlanReport
 from refitd.protocol.reports import (
     DrainReport,
     EvictReport,
     ForgetReport,
     GetTrace,
     HistoryReport,
-    ModelDescription,
-    PlanReport,
     ReloadReport,
     StatusReport,
     SwapProgress,

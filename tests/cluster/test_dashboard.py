@@ -26,7 +26,7 @@ from msgspec import structs
 
 import refitd
 from refitd.metrics.http import HttpServer, Page
-from refitd.protocol.reports import PairTraffic
+from refitd.protocol.plan_reports import PairTraffic
 from refitd.testing import Daemon, eventually
 from refitd_cli.dashboard import Pages, Shown
 from refitd_cli.opened import Opened

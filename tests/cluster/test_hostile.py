@@ -17,7 +17,7 @@ import torch
 
 import refitd
 from refitd.buffers import handoff
-from refitd.protocol import cluster, local, reports, shards, sidecar
+from refitd.protocol import cluster, local, plan_reports, reports, shards, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.codec import Decoder, encode
 from refitd.testing import Daemon, Engine, eventually, processes
@@ -175,7 +175,7 @@ def test_a_million_small_frames_stop_nobody(daemon: Daemon) -> None:
                 peer.socket.send(frames[number % len(frames)])
                 if number % 250_000 == 100_000:
                     here.swap()
-            assert isinstance(peer.ask(local.GetPlan(model="policy")), reports.PlanReport)
+            assert isinstance(peer.ask(local.GetPlan(model="policy")), plan_reports.PlanReport)
         watched.check()
         assert len(daemon.log()) < 1 << 20
 
@@ -202,7 +202,7 @@ def test_messages_of_very_many_frames_are_dropped(daemon: Daemon) -> None:
             for _ in range(4):
                 peer.socket.send_multipart([b"x"] * 250_000)
                 here.swap()
-            assert isinstance(peer.ask(local.GetPlan(model="policy")), reports.PlanReport)
+            assert isinstance(peer.ask(local.GetPlan(model="policy")), plan_reports.PlanReport)
         watched.check()
 
 

@@ -10,6 +10,7 @@ import click
 from click.testing import CliRunner
 
 from refitd.errors import RefitdError
+from refitd.protocol.plan_reports import PairTraffic, ParameterTraffic, PlanReport
 from refitd.protocol.reports import (
     HistoryEntry,
     HistoryReport,
@@ -19,9 +20,6 @@ from refitd.protocol.reports import (
     ModelStatus,
     NodeStatus,
     NodeTrace,
-    PairTraffic,
-    ParameterTraffic,
-    PlanReport,
     SourceStatus,
     StatusReport,
     SwapProgress,

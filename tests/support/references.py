@@ -17,7 +17,7 @@ from refitd.checkpoints.publish import Published
 from refitd.checkpoints.save import Saved
 from refitd.config import Config
 from refitd.offline.layouts import Shards
-from refitd.protocol import reports
+from refitd.protocol import plan_reports, reports
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.base import shown as shown_version
 from refitd_cli import control, daemon, printed
@@ -149,7 +149,7 @@ REPORTS: dict[str, type] = {
     "watch": reports.StatusReport,
     "models": reports.ModelStatus,
     "trace": printed.TraceWritten,
-    "plan MODEL": reports.PlanReport,
+    "plan MODEL": plan_reports.PlanReport,
     "plan --source FILE --target FILE": printed.ManifestPlanned,
     "explain": printed.Explained,
     "simulate": printed.Simulated,

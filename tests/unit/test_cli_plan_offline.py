@@ -15,7 +15,7 @@ from refitd.offline.files import read
 from refitd.offline.rosters import rosters_of
 from refitd.plan.build import plan_copies
 from refitd.plan.cost import traffic_of
-from refitd.protocol.reports import DescribedMember, ModelDescription
+from refitd.protocol.plan_reports import DescribedMember, ModelDescription
 from refitd.protocol.shards import Shard, WireTensor
 from refitd_cli.commands.explain import bars
 from refitd_cli.group import Commands

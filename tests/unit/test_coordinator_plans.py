@@ -12,7 +12,8 @@ from refitd.coordinator import actions as act
 from refitd.coordinator.plans import make_plan
 from refitd.protocol import cluster, local, shards
 from refitd.protocol.codec import digest_of, pack
-from refitd.protocol.reports import PlanReport, ReloadReport
+from refitd.protocol.plan_reports import PlanReport
+from refitd.protocol.reports import ReloadReport
 from tests.support.coordinator_harness import Harness, commit, kinds, reports
 
 

@@ -9,7 +9,8 @@ import pytest
 from msgspec import structs
 
 from refitd.errors import DeadlineExceeded, PlanError, TransportError
-from refitd.protocol.reports import NodeTrace, PairTraffic, TraceSpan
+from refitd.protocol.plan_reports import PairTraffic
+from refitd.protocol.reports import NodeTrace, TraceSpan
 from refitd_cli import opened
 from refitd_cli import opened as timeline
 from refitd_cli.dashboard import Pages, Shown, fragment

@@ -20,14 +20,13 @@ from refitd.errors import ConfigError, PlanError, RefitFailed, RefusedError, Tra
 from refitd.logs import Escaped, _LineFormatter
 from refitd.protocol import local
 from refitd.protocol.base import PROTOCOL_VERSION
+from refitd.protocol.plan_reports import DescribedMember, ModelDescription
 from refitd.protocol.reports import (
-    DescribedMember,
     Difference,
     DrainedSource,
     DrainReport,
     EvictReport,
     ForgetReport,
-    ModelDescription,
     ReloadReport,
     ReplicaName,
     SwapProgress,
