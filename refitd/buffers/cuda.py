@@ -3,9 +3,12 @@
     create      cuMemCreate, cuMemExportToShareableHandle        the daemon: a descriptor, without a mapping
     map         cuMemImportFromShareableHandle, cuMemMap, ...    workers and clients, from a descriptor they were sent
 
-The driver is called directly (libcuda; the layout of its functions and structures has not changed since CUDA 11). The
-owner of arenas therefore needs neither torch nor a binding of one CUDA major version. Only the tensor over a mapped
-arena needs torch. Every process that maps or creates an arena retains the device's primary context, as torch does.
+The daemon needs no torch for this (see `refitd.buffers.cuda_driver`). Only the tensor over a mapped arena needs it.
+Every process that maps or creates an arena retains the device's primary context, as torch does.
+
+The driver unmaps memory only after queued work that may use it, and waiting for that work breaks a graph that any
+stream of the device captures. So a finalizer never calls the driver: it puts the mapping on a list, and the next
+explicit call releases it (see `release_dropped`).
 
 Processes number GPUs by their CUDA_VISIBLE_DEVICES. In messages they use a GPU's name (`name_of`).
 """
@@ -14,142 +17,31 @@ from __future__ import annotations
 
 import ctypes
 import os
-import uuid
+import sys
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from refitd.errors import ArenaError
+from refitd.buffers.cuda_driver import (
+    ADVICE,
+    GRANULARITY_MINIMUM,
+    ON_DEVICE,
+    OUT_OF_MEMORY,
+    POSIX_FD,
+    READ,
+    READ_WRITE,
+    Access,
+    Context,
+    Driver,
+    DriverError,
+    Location,
+)
+from refitd.errors import ArenaError, RefitdError, RefusedError
 
 if TYPE_CHECKING:
     import torch
-
-# cuda.h
-_SUCCESS = 0
-_POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-_PINNED, _ON_DEVICE = 1, 1  # CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE
-_READ, _READ_WRITE = 1, 3  # CU_MEM_ACCESS_FLAGS_PROT_*
-_GRANULARITY_MINIMUM = 0
-_HAS_VMM = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-_HAS_POSIX_FD = 103  # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
-_OUT_OF_MEMORY, _NO_DEVICE, _INVALID_DEVICE = 2, 100, 101
-_NOT_PERMITTED, _NOT_SUPPORTED = 800, 801
-
-_ADVICE = {
-    _OUT_OF_MEMORY: "free memory of the GPU (nvidia-smi shows who has it) or register less",
-    _NO_DEVICE: "no GPU is visible: check CUDA_VISIBLE_DEVICES, and that the container was given one",
-    _INVALID_DEVICE: "there is no GPU of this number: check CUDA_VISIBLE_DEVICES",
-    _NOT_PERMITTED: "the sandbox or container forbids it: allow descriptors of GPU memory there, or keep this model's "
-    "arenas in main memory",
-    _NOT_SUPPORTED: "this GPU or driver cannot: keep this model's arenas in main memory",
-}
-
-
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class _AllocationFlags(ctypes.Structure):
-    _fields_ = (
-        ("compression", ctypes.c_ubyte),
-        ("gpu_direct_rdma", ctypes.c_ubyte),
-        ("usage", ctypes.c_ushort),
-        ("reserved", ctypes.c_ubyte * 4),
-    )
-
-
-class _Properties(ctypes.Structure):
-    """CUmemAllocationProp."""
-
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("handle_types", ctypes.c_int),
-        ("location", _Location),
-        ("win32", ctypes.c_void_p),
-        ("flags", _AllocationFlags),
-    )
-
-
-class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
-
-    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
-
-
-_size, _u64, _ptr = ctypes.c_size_t, ctypes.c_ulonglong, ctypes.c_void_p
-_PROTOTYPES: dict[str, tuple[Any, ...]] = {
-    "cuInit": (ctypes.c_uint,),
-    "cuDeviceGetCount": (_ptr,),
-    "cuDeviceGet": (_ptr, ctypes.c_int),
-    "cuDeviceGetAttribute": (_ptr, ctypes.c_int, ctypes.c_int),
-    "cuDeviceGetUuid_v2": (_ptr, ctypes.c_int),
-    "cuDevicePrimaryCtxRetain": (_ptr, ctypes.c_int),
-    "cuDevicePrimaryCtxRelease_v2": (ctypes.c_int,),
-    "cuCtxPushCurrent_v2": (_ptr,),
-    "cuCtxPopCurrent_v2": (_ptr,),
-    "cuCtxSynchronize": (),
-    "cuMemGetInfo_v2": (_ptr, _ptr),
-    "cuMemGetAllocationGranularity": (_ptr, _ptr, ctypes.c_int),
-    "cuMemCreate": (_ptr, _size, _ptr, _u64),
-    "cuMemExportToShareableHandle": (_ptr, _u64, ctypes.c_int, _u64),
-    "cuMemImportFromShareableHandle": (_ptr, _ptr, ctypes.c_int),
-    "cuMemAddressReserve": (_ptr, _size, _size, _u64, _u64),
-    "cuMemMap": (_u64, _size, _size, _u64, _u64),
-    "cuMemSetAccess": (_u64, _size, _ptr, _size),
-    "cuMemUnmap": (_u64, _size),
-    "cuMemAddressFree": (_u64, _size),
-    "cuMemRelease": (_u64,),
-    "cuGetErrorString": (ctypes.c_int, _ptr),
-}
-
-
-class Driver:
-    """This machine's CUDA driver, initialised."""
-
-    def __init__(self) -> None:
-        """Load and initialise the driver.
-
-        Raises:
-            ArenaError: there is no driver, or the driver finds no GPU.
-        """
-        try:
-            self._library = ctypes.CDLL("libcuda.so.1")
-            for name, arguments in _PROTOTYPES.items():
-                getattr(self._library, name).argtypes = arguments
-        except (OSError, AttributeError) as exc:
-            raise ArenaError(
-                f"there is no CUDA driver here that can share memory ({exc}); install NVIDIA's driver 470 or newer, or "
-                "keep arenas in main memory"
-            ) from exc
-        self.call("cuInit", 0)
-
-    def call(self, name: str, *arguments: object) -> None:
-        """Call a driver function.
-
-        Raises:
-            ArenaError: it failed; has the driver's text and advice.
-        """
-        status: int = getattr(self._library, name)(*arguments)
-        if status == _SUCCESS:
-            return
-        text = ctypes.c_char_p()
-        known = self._library.cuGetErrorString(status, ctypes.byref(text)) == _SUCCESS and text.value
-        said = text.value.decode() if known and text.value else "an unknown error"
-        raise ArenaError(f"{name}: {said} ({status}); {_ADVICE.get(status, 'see the driver log (dmesg)')}")
-
-    def count(self) -> int:
-        """Return the number of GPUs that this process sees."""
-        found = ctypes.c_int()
-        self.call("cuDeviceGetCount", ctypes.byref(found))
-        return found.value
-
-    def name(self, index: int) -> str:
-        """Return a GPU's name, the same in every process: its UUID, as `nvidia-smi -L` shows it."""
-        device, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
-        self.call("cuDeviceGet", ctypes.byref(device), index)
-        self.call("cuDeviceGetUuid_v2", ctypes.byref(found), device.value)
-        return f"GPU-{uuid.UUID(bytes=bytes(found))}"
 
 
 def name_of(index: int) -> str:
@@ -182,58 +74,13 @@ def index_of(name: str) -> int:
     return seen.index(name)
 
 
-class _Context:
-    """A device's primary context, current inside the block. It is retained between blocks only after `keep`."""
+def _whole(driver: Driver, context: Context, nbytes: int) -> int:
+    """Return the bytes that an arena of `nbytes` takes on a device, in whole pages of its most capable kind.
 
-    def __init__(self, driver: Driver, device: int) -> None:
-        self._driver = driver
-        found = ctypes.c_int()
-        driver.call("cuDeviceGet", ctypes.byref(found), device)
-        self._device = found.value
-        for attribute, what in (
-            (_HAS_VMM, "virtual memory management"),
-            (_HAS_POSIX_FD, "memory as file descriptors"),
-        ):
-            value = ctypes.c_int()
-            driver.call("cuDeviceGetAttribute", ctypes.byref(value), attribute, self._device)
-            if not value.value:
-                raise ArenaError(
-                    f"GPU {device} has no {what}, which arenas on it need; keep this model's arenas in main memory "
-                    "(WSL, vGPUs and some containers lack it)"
-                )
-
-    def __enter__(self) -> _Context:
-        context = ctypes.c_void_p()
-        self._driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device)
-        self._driver.call("cuCtxPushCurrent_v2", context)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._driver.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-        self._driver.call("cuDevicePrimaryCtxRelease_v2", self._device)
-
-    def keep(self) -> None:
-        """Retain the context until `let_go`, because its mappings end with it."""
-        self._driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(ctypes.c_void_p()), self._device)
-
-    def let_go(self) -> None:
-        """Undo `keep`."""
-        self._driver.call("cuDevicePrimaryCtxRelease_v2", self._device)
-
-
-def _properties(device: int) -> _Properties:
-    return _Properties(type=_PINNED, handle_types=_POSIX_FD, location=_Location(_ON_DEVICE, device))
-
-
-def _whole(driver: Driver, device: int, nbytes: int) -> int:
-    """Return the bytes that an arena of `nbytes` takes on a device, in whole pages."""
-    page = ctypes.c_size_t()
-    driver.call(
-        "cuMemGetAllocationGranularity",
-        ctypes.byref(page),
-        ctypes.byref(_properties(device)),
-        _GRANULARITY_MINIMUM,
-    )
+    The processes that create and that map an arena compute the same size, whichever kind the driver granted.
+    """
+    page, kind = ctypes.c_size_t(), context.kinds()[0]
+    driver.call("cuMemGetAllocationGranularity", ctypes.byref(page), ctypes.byref(kind), GRANULARITY_MINIMUM)
     return -(-nbytes // page.value) * page.value
 
 
@@ -255,23 +102,26 @@ def create_all(wanted: Sequence[tuple[int, str]], device: int) -> list[int]:
     for nbytes, label in wanted:
         if nbytes < 1:
             raise ArenaError(f"arena {label!r}: {nbytes} bytes asked for, expected 1 or more")
+    release_dropped()
     driver = Driver()
+    context = Context(driver, device)
+    context.check()
     fds: list[int] = []
-    with _Context(driver, device):
-        sizes = [_whole(driver, device, nbytes) for nbytes, _ in wanted]
+    with context.current():
+        sizes = [_whole(driver, context, nbytes) for nbytes, _ in wanted]
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         driver.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         what = f"arena {wanted[0][1]!r}" + (f" and {len(wanted) - 1} more" if len(wanted) > 1 else "")
         numbers = f"{sum(sizes)} bytes asked for on GPU {device}, {free.value} of {total.value} are free"
         if sum(sizes) > free.value:
             raise ArenaError(
-                f"{what}: {numbers}; {_ADVICE[_OUT_OF_MEMORY]}, lower `slots`, or keep refitd's arenas of this model "
+                f"{what}: {numbers}; {ADVICE[OUT_OF_MEMORY]}, lower `slots`, or keep refitd's arenas of this model "
                 "in main memory (device='cpu')",
                 short=sum(sizes) - free.value,
             )
         try:
             for size in sizes:
-                fds.append(_exported(driver, device, size))
+                fds.append(_exported(driver, context, size))
         except ArenaError as exc:
             for fd in fds:
                 os.close(fd)
@@ -279,28 +129,182 @@ def create_all(wanted: Sequence[tuple[int, str]], device: int) -> list[int]:
     return fds
 
 
-def _exported(driver: Driver, device: int, size: int) -> int:
+def _exported(driver: Driver, context: Context, size: int) -> int:
     handle, fd = ctypes.c_ulonglong(), ctypes.c_int(-1)
-    driver.call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(_properties(device)), 0)
+    kinds = context.kinds()
+    for kind in kinds:
+        try:
+            driver.call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(kind), 0)
+            break
+        except DriverError as exc:
+            if not exc.is_refusal or kind is kinds[-1]:
+                raise
     try:
-        driver.call("cuMemExportToShareableHandle", ctypes.byref(fd), handle, _POSIX_FD, 0)
+        driver.call("cuMemExportToShareableHandle", ctypes.byref(fd), handle, POSIX_FD, 0)
     finally:
         driver.call("cuMemRelease", handle)  # the descriptor keeps the memory allocated
     return fd.value
+
+
+class _Mapping:
+    """Memory of a GPU mapped at a reserved address. A step is noted only once the driver has performed it.
+
+    So every method may be called again after a failure, and continues where it stopped. The caller makes the context
+    current.
+
+    Attributes:
+        address: of the reservation; 0: none.
+        handle: the memory that belongs here, in this process's numbers; 0: none.
+    """
+
+    def __init__(self, driver: Driver, context: Context, size: int, access: Access) -> None:
+        self.context = context
+        self.size = size
+        self.address = 0
+        self.handle = 0
+        self._driver = driver
+        self._access = access
+        self._mapped = 0  # the handle of the memory mapped at `address`
+        self._is_accessible = False
+        self._is_kept = False
+
+    def open(self, fd: int) -> None:
+        """Import the memory behind a descriptor and map it at a new address."""
+        handle, address = ctypes.c_ulonglong(), ctypes.c_ulonglong()
+        self._driver.call("cuMemImportFromShareableHandle", ctypes.byref(handle), fd, POSIX_FD)
+        self.handle = handle.value
+        self._driver.call("cuMemAddressReserve", ctypes.byref(address), self.size, 0, 0, 0)
+        self.address = address.value
+        self.context.keep()
+        self._is_kept = True
+        self.map(self.handle)
+
+    def map(self, handle: int) -> None:
+        """Map this memory at the address, and no other."""
+        if self._mapped != handle:
+            self.unmap()
+            self._driver.call("cuMemMap", self.address, self.size, 0, handle, 0)
+            self._mapped = handle
+        if not self._is_accessible:
+            self._driver.call("cuMemSetAccess", self.address, self.size, ctypes.byref(self._access), 1)
+            self._is_accessible = True
+
+    def unmap(self) -> None:
+        """Unmap the address; work that uses it has ended."""
+        if self._mapped:
+            self._driver.call("cuMemUnmap", self.address, self.size)
+            self._mapped, self._is_accessible = 0, False
+
+    def release(self) -> None:
+        """Unmap the address and free all that `open` took; work that uses it has ended."""
+        self.unmap()
+        if self.address:
+            self._driver.call("cuMemAddressFree", self.address, self.size)
+            self.address = 0
+        if self.handle:
+            self._driver.call("cuMemRelease", self.handle)
+            self.handle = 0
+        if self._is_kept:
+            self.context.let_go()
+            self._is_kept = False
+
+
+def _bring(wanted: Sequence[tuple[_Mapping, int]]) -> None:
+    """Map each memory where it is wanted; memory that is mapped elsewhere is unmapped first."""
+    for mapping, handle in wanted:
+        if handle != mapping._mapped:
+            mapping.unmap()
+    for mapping, handle in wanted:
+        mapping.map(handle)
+
+
+# Mappings that finalizers dropped, that a capture kept, or that the driver failed to release.
+_dropped: deque[_Mapping] = deque()
+
+
+def release_dropped() -> int:
+    """Unmap the arenas that were garbage-collected, or closed during a capture; return how many are left.
+
+    Clients call it before they ask for memory and when they commit, workers when an arena is removed. An arena is left
+    while a stream of its GPU captures a graph, and when the driver fails; the next call tries again.
+    """
+    left: list[_Mapping] = []
+    with suppress(IndexError):  # raised when no mapping is left; a finalizer may append one at any time
+        while True:
+            mapping = _dropped.popleft()
+            try:
+                _release(mapping)
+            except RefitdError:
+                left.append(mapping)
+    _dropped.extend(left)
+    return len(left)
+
+
+def _release(mapping: _Mapping) -> None:
+    """Release a mapping after the GPU's queued work; raises RefusedError during a capture, ArenaError on failures."""
+    with mapping.context.current():
+        _settle(mapping.context)
+        mapping.release()
+
+
+def _settle(context: Context) -> None:
+    """Wait for the queued work of a context.
+
+    Raises:
+        RefusedError: a stream captures a graph.
+        ArenaError: the work failed, or the driver.
+    """
+    gpu = context.index
+    refused = f"a CUDA graph is being captured on GPU {gpu}, and nothing was changed; call again after the capture"
+    if context.is_capturing(torch_streams(gpu)):
+        raise RefusedError(refused)
+    try:
+        context.synchronize()
+    except DriverError as exc:
+        if exc.is_of_capture:  # on a stream that torch did not make
+            raise RefusedError(f"{refused}, and repeat the capture: this call may have invalidated it") from exc
+        raise
+
+
+def is_capturing(gpu: int) -> bool:
+    """Return whether a stream of a GPU captures a CUDA graph, in any thread of this process.
+
+    Streams are seen if torch made them or if they are blocking. The check does not disturb the capture.
+    """
+    if visible_devices() <= gpu:
+        return False
+    context = Context(Driver(), gpu)
+    with context.current():
+        return context.is_capturing(torch_streams(gpu))
+
+
+STREAMS_PER_POOL = 32  # kStreamsPerPool of torch: its streams come from one pool for each priority
+
+
+def torch_streams(gpu: int) -> list[int]:
+    """Return the handles of the streams that torch has on a GPU; empty if this process does not use torch's CUDA."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return []
+    streams = [torch.cuda.Stream(gpu, priority=priority) for priority in (0, -1) for _ in range(STREAMS_PER_POOL)]
+    return [int(stream.cuda_stream) for stream in (torch.cuda.current_stream(gpu), *streams)]
 
 
 class MappedDeviceArena:
     """A GPU arena mapped into this process, until it is closed or it and all its tensors are garbage collected.
 
     Do not use its tensors after `close`. A descriptor of GPU memory cannot be made read-only: a mapping for reading
-    prevents mistakes, not attacks.
+    prevents mistakes, not attacks. The memory of a garbage-collected arena is free after `release_dropped`.
 
     Attributes:
         exchanges: how often the arena was exchanged.
+        lost: why the arena has no memory mapped; "" while it has.
     """
 
     address = 0
     exchanges = 0
+    lost = ""
+    _mapping: _Mapping | None = None
 
     def __init__(self, fd: int, nbytes: int, device: int = 0, *, write: bool) -> None:
         """Map the memory behind `fd`; the caller still closes `fd`.
@@ -308,64 +312,66 @@ class MappedDeviceArena:
         Raises:
             ArenaError: `fd` is not memory of this GPU, has another size, or cannot be mapped.
         """
-        self._driver = Driver()
-        self._context = _Context(self._driver, device)
+        release_dropped()
+        driver = Driver()
+        context = Context(driver, device)
+        context.check()
         self.device = device
         self.nbytes = nbytes
         self.writable = write
-        with self._context:
-            self._size = _whole(self._driver, device, nbytes)
-            self._handle = ctypes.c_ulonglong()  # used by `exchange`
+        access = Access(Location(ON_DEVICE, device), READ_WRITE if write else READ)
+        with context.current():
+            mapping = _Mapping(driver, context, _whole(driver, context, nbytes), access)
             try:
-                self._driver.call("cuMemImportFromShareableHandle", ctypes.byref(self._handle), fd, _POSIX_FD)
-                try:
-                    self.address = self._reserved_and_mapped()
-                except ArenaError:
-                    self._driver.call("cuMemRelease", self._handle)
-                    raise
+                mapping.open(fd)
             except ArenaError as exc:
+                _abandon(mapping)
                 raise ArenaError(f"descriptor {fd} as an arena of {nbytes} bytes on GPU {device}: {exc}") from exc
-            self._context.keep()
-
-    def _reserved_and_mapped(self) -> int:
-        address = ctypes.c_ulonglong()
-        self._driver.call("cuMemAddressReserve", ctypes.byref(address), self._size, 0, 0, 0)
-        try:
-            self._map(address.value)
-        except ArenaError:
-            self._driver.call("cuMemAddressFree", address, self._size)
-            raise
-        return address.value
-
-    def _map(self, address: int) -> None:
-        """Map the arena's memory at a free address; raises ArenaError without leaving a mapping."""
-        self._driver.call("cuMemMap", address, self._size, 0, self._handle, 0)
-        try:
-            access = _Access(_Location(_ON_DEVICE, self.device), _READ_WRITE if self.writable else _READ)
-            self._driver.call("cuMemSetAccess", address, self._size, ctypes.byref(access), 1)
-        except ArenaError:
-            self._driver.call("cuMemUnmap", address, self._size)
-            raise
+        self._mapping = mapping
+        self.address = mapping.address
 
     def exchange(self, other: MappedDeviceArena) -> None:
         """Exchange the memory of two arenas of one size in this process, after the GPU's queued work.
 
-        Addresses do not change, so captured CUDA graphs keep working.
+        Addresses do not change, so captured CUDA graphs keep working. If the driver fails half way, the arenas get
+        their old memory back.
 
         Raises:
-            ArenaError: the sizes or devices differ, and both arenas are unchanged; or the driver fails half way, and
-                both arenas are unusable.
+            RefusedError: a stream of the GPU captures a graph; both arenas are unchanged.
+            ArenaError: the sizes or devices differ, or the driver failed, and both arenas are unchanged; or the driver
+                also failed to restore them. Then `lost` says so, and the process must be restarted.
         """
-        if (self._size, self.device) != (other._size, other.device):
-            raise ArenaError(f"arenas of {self._size} and {other._size} bytes on GPUs {self.device} and {other.device}")
-        with self._context:
-            self._driver.call("cuCtxSynchronize")
-            for one in (self, other):
-                self._driver.call("cuMemUnmap", one.address, one._size)
-            self._handle, other._handle = other._handle, self._handle
-            for one in (self, other):
-                one._map(one.address)
-        self.exchanges += 1
+        mine, theirs = self._open(), other._open()
+        if (mine.size, self.device) != (theirs.size, other.device):
+            raise ArenaError(f"arenas of {mine.size} and {theirs.size} bytes on GPUs {self.device} and {other.device}")
+        before = ((mine, mine.handle), (theirs, theirs.handle))
+        after = ((mine, theirs.handle), (theirs, mine.handle))
+        with mine.context.current():
+            _settle(mine.context)
+            failure: ArenaError | None = None
+            for wanted in (after, before, after, before):
+                try:
+                    _bring(wanted)
+                    break
+                except ArenaError as exc:
+                    failure = failure or exc
+            else:
+                assert failure is not None
+                self.lost = other.lost = (
+                    f"two arenas on GPU {self.device} could not be exchanged, and their memory could not be mapped "
+                    f"again ({failure}); restart this process, it can serve no version"
+                )
+                raise ArenaError(self.lost) from failure
+            if wanted is before:
+                assert failure is not None
+                raise ArenaError(f"both arenas have their old contents: {failure}") from failure
+            mine.handle, theirs.handle = theirs.handle, mine.handle
+            self.exchanges += 1
+
+    def _open(self) -> _Mapping:
+        if self.lost or self._mapping is None:
+            raise ArenaError(self.lost or f"an arena of {self.nbytes} bytes on GPU {self.device} has been closed")
+        return self._mapping
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -373,10 +379,14 @@ class MappedDeviceArena:
         return self.tensor_at(0, self.nbytes)
 
     def tensor_at(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return a uint8 view of some bytes; its storage is only these bytes."""
+        """Return a uint8 view of some bytes; its storage is only these bytes.
+
+        Raises:
+            ArenaError: the arena is lost or closed.
+        """
         import torch
 
-        return tensor_at(self.address + offset, nbytes, torch.device("cuda", self.device), self)
+        return tensor_at(self._open().address + offset, nbytes, torch.device("cuda", self.device), self)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Return the offset in the arena of `nbytes` at this process's `address`, None if they are outside."""
@@ -384,26 +394,42 @@ class MappedDeviceArena:
         return offset if offset >= 0 and offset + nbytes <= self.nbytes else None
 
     def close(self) -> None:
-        """Unmap the arena after the GPU's queued work. May be called again."""
-        if not self.address:
+        """Unmap the arena after the GPU's queued work. May be called again.
+
+        During a capture the memory stays allocated until a later `release_dropped`, as it does after a failure.
+
+        Raises:
+            ArenaError: the driver failed.
+        """
+        mapping, self._mapping, self.address = self._mapping, None, 0
+        if mapping is None:
             return
-        address, self.address = self.address, 0
-        with self._context:
-            self._driver.call("cuCtxSynchronize")
-            self._driver.call("cuMemUnmap", address, self._size)
-            self._driver.call("cuMemAddressFree", address, self._size)
-            self._driver.call("cuMemRelease", self._handle)
-        self._context.let_go()
+        try:
+            _release(mapping)
+        except RefusedError:
+            _dropped.append(mapping)
+        except ArenaError:
+            _dropped.append(mapping)
+            raise
 
     def __del__(self) -> None:
-        with suppress(Exception):  # at exit or in a fork this fails; the mapping ends with the process
-            self.close()
+        # it may run on any thread, at any point; only this append is safe everywhere
+        if self._mapping is not None:
+            _dropped.append(self._mapping)
 
     def __enter__(self) -> MappedDeviceArena:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _abandon(mapping: _Mapping) -> None:
+    """Release a mapping that no work has used; what the driver fails to release is kept for `release_dropped`."""
+    try:
+        mapping.release()
+    except ArenaError:
+        _dropped.append(mapping)
 
 
 def tensor_at(address: int, nbytes: int, device: torch.device, owner: object = None) -> torch.Tensor:
@@ -433,7 +459,7 @@ def survey() -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for index in range(visible_devices()):
         try:
-            _Context(Driver(), index)
+            Context(Driver(), index).check()
             found.append((name_of(index), ""))
         except ArenaError as exc:
             found.append((f"GPU {index}", str(exc)))

@@ -24,7 +24,7 @@ import zmq
 from refitd.buffers import handoff
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.capacity import CLIENT_DESCRIPTORS, require_descriptors
-from refitd.buffers.cuda import MappedDeviceArena, index_of
+from refitd.buffers.cuda import MappedDeviceArena, index_of, release_dropped
 from refitd.buffers.permits import PAGE_ARENA
 from refitd.client import daemon_identity
 from refitd.client.arguments import encoded
@@ -143,6 +143,7 @@ class Connection:
             RefitdError: the daemon or the coordinator answered with this error.
         """
         check_process(self.pid)
+        release_dropped()  # the daemon may need their memory for what is asked
         answers: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         number = next(self._numbers)
         frame = encoded(number, message)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from refitd.buffers.arena import MappedArena
-from refitd.buffers.cuda import MappedDeviceArena
+from refitd.buffers.cuda import MappedDeviceArena, release_dropped
 from refitd.buffers.windows import WindowedArena, WindowPair
 from refitd.client.arenas import Arena, Home
 from refitd.client.checks import LiveChecks
@@ -111,7 +111,8 @@ class TakeOver:
 
         Raises:
             CommitError: the commit failed; or the version is no longer pending, and the tensors are unchanged.
-            RefusedError: another thread applies it; or this is a forked child, and the tensors are unchanged.
+            RefusedError: another thread applies it; or a GPU of the tensors captures a CUDA graph, and the version
+                stays pending; or this is a forked child. The tensors are unchanged.
         """
         check_process(self._state.pid)
         started = time.perf_counter()
@@ -129,6 +130,11 @@ class TakeOver:
                     raise CommitError(
                         f"{what} (swap {prepare.swap}) is over; a commit can be applied once, while it is pending"
                     )
+                if not state.rank.owes_report and (gpu := self._tensors.capturing_gpu()) is not None:
+                    raise RefusedError(
+                        f"{what} waits: a CUDA graph is being captured on GPU {gpu}, and nothing was changed; poll "
+                        "again after the capture"
+                    )
                 is_taker = True
                 state.taker = threading.get_ident()
                 if state.rank.step is RankStep.IDLE:
@@ -142,6 +148,7 @@ class TakeOver:
                     if state.rank.step is RankStep.BEGUN:
                         state.step(Interrupted())
                     state.changed.notify_all()
+        release_dropped()  # after the pause; an engine that only polls gives its dropped arenas back here
         return prepare.version
 
     def ends_elsewhere(self, prepare: local.PrepareCommit) -> bool:
@@ -324,7 +331,7 @@ class ArenaPair:
         """Make the staged version live: exchange the arenas, or copy the bytes if arenas in main memory refuse.
 
         Raises:
-            CommitError: the exchange failed half way; do not serve any version.
+            CommitError: the exchange failed; the error says whether both arenas have their old contents.
         """
         live, staging = self._live, self._staging
         try:
@@ -335,7 +342,7 @@ class ArenaPair:
             else:
                 assert isinstance(live, MappedDeviceArena) and isinstance(staging, MappedDeviceArena)
                 live.exchange(staging)
-        except ArenaError as exc:
+        except (ArenaError, RefusedError) as exc:
             if isinstance(live, MappedDeviceArena):
                 raise CommitError(f"the arenas on GPU {live.device} could not be exchanged: {exc}") from exc
             _log.warning("%s; the version is copied", exc)

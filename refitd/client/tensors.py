@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from refitd.buffers.cuda import is_capturing
 from refitd.buffers.layout import extent, packed_offsets
 from refitd.client.arenas import Arena, ArenaCopies, Home, byte_strides, place_of, same_bytes, settle
 from refitd.client.given import (
@@ -349,10 +350,17 @@ class TensorSet:
 
     def settle(self) -> None:
         """Wait until the tensors' GPUs have finished this process's work."""
+        for gpu in self._on_gpus():
+            settle(gpu)
+
+    def capturing_gpu(self) -> int | None:
+        """Return a GPU of the tensors that captures a CUDA graph; None if no GPU does. A wait would break the graph."""
+        return next((gpu for gpu in self._on_gpus() if is_capturing(gpu)), None)
+
+    def _on_gpus(self) -> set[int]:
         if self._settled is not self.tensors:
             self._settled, self._gpus = self.tensors, {gpu_of(tensor) for tensor in self.tensors} - {HOST}
-        for gpu in self._gpus:
-            settle(gpu)
+        return self._gpus
 
     def copy(self, arena: Arena, *, into_arena: bool) -> None:
         """Copy every tensor into an arena in refitd's layout, or out of it; check first that no tensor has moved."""

@@ -57,8 +57,11 @@ class Devices:
 
     def unmap(self, arena: int) -> None:
         """Unmap an arena; its jobs have been dropped."""
+        from refitd.buffers.cuda import release_dropped
+
         self._lacking.pop(arena, None)
-        self._arenas.pop(arena, None)  # unmapped with its last view
+        if self._arenas.pop(arena, None) is not None:  # unmapped with its last view
+            release_dropped()
 
     def exchange(self, arena: int, other: int) -> None:
         """Exchange the contents of two arenas on one GPU; raises ArenaError if one is unmapped or the driver fails."""

@@ -1,16 +1,29 @@
-/* A CUDA driver without a GPU: what refitd.buffers.cuda calls of libcuda, over memory files.
+/* A CUDA driver without a GPU: what refitd.buffers calls of libcuda, over memory files.
  *
  * An allocation is a memfd, a mapping an mmap of it, so "device" addresses are addresses of main memory. Memory counts
- * as used while any process has a descriptor or a mapping of it, as the kernel says (/proc). It is stricter than the
- * real driver where refitd could be wrong: no context, a wrong device, a descriptor that is none: an error.
+ * as used while any process has a descriptor or a mapping of it, as the kernel says (/proc). Every rule of the real
+ * driver is an error here, also where the real driver's behaviour is undefined:
+ *
+ *   map over a mapping, outside a reservation, of a released handle; unmap of a part or of an unmapped range, or while
+ *   queued work uses it; free of a mapped range; access for a device without a link to the memory's device; export of
+ *   a type that the handle was not made for; a memory call during a capture; a synchronise of a context that captures
+ *
+ * Queued work (cuMemsetD8Async) runs only when its context is synchronised. An unmapped address is inaccessible.
  *
  *   FAKE_CUDA_TAG      one word that tells this machine's "GPUs" from those of other tests
  *   FAKE_CUDA_VISIBLE  numbers of the GPUs this process sees, in its order: "0,1"; unset: none
  *   FAKE_CUDA_BYTES    memory of each GPU
+ *   FAKE_CUDA_PEERS    pairs of linked GPUs: "01,10" lets GPU 0 access memory of GPU 1, and 1 that of 0
+ *   FAKE_CUDA_RDMA     "0": the devices do not support gpuDirectRDMACapable; "refused": creation with it fails
+ *   FAKE_CUDA_FABRIC   "1": the devices support fabric handles; "refused": they say so, but creation fails
+ *   FAKE_CUDA_ALONE    "1": no other process uses the GPUs; looking for their memory takes long on a busy machine
+ *   FAKE_CUDA_FAIL     "cuMemMap:3": the third call of cuMemMap answers out of memory; "cuMemMap:3+": also all later
+ *                      ones; "cuMem:3": counts calls of every function whose name begins so; joined by commas
  */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,17 +33,83 @@
 #include <unistd.h>
 
 enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
-       INVALID_HANDLE = 400, NOT_SUPPORTED = 801 };
-enum { PAGE = 2 << 20, MAX_GPUS = 16, MAX_DEPTH = 64, MAX_FILES = 4096 };
+       INVALID_HANDLE = 400, ILLEGAL_ADDRESS = 700, NOT_PERMITTED = 800, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900,
+       CAPTURE_INVALIDATED = 901, CAPTURE_UNMATCHED = 903, CAPTURE_IMPLICIT = 906 };
+enum { PAGE = 2 << 20, MAX_GPUS = 16, MAX_DEPTH = 64, MAX_FILES = 4096, MAX = 1024 };
+enum { FD = 1, FABRIC = 8, LEGACY = 1, PER_THREAD = 2, GLOBAL = 0, RELAXED = 2, ACTIVE = 1, BROKEN = 2 };
 
 typedef struct { int type, id; } Location;
-typedef struct { int type, handle_types; Location location; void *win32; unsigned char flags[8]; } Properties;
+typedef struct { int type, types; Location location; void *win32; unsigned char compression, rdma, rest[6]; } Properties;
 typedef struct { Location location; int flags; } Access;
-typedef struct { uint64_t magic; int fd, gpu; size_t size; } Handle;
+typedef struct { int live, fd, gpu, types; size_t size; } Handle;
+typedef struct { uint64_t at; size_t size; int gpu, access; } Range; /* size 0: a free entry */
+typedef struct { uint64_t at; size_t size; int gpu; unsigned char value; } Work;
+typedef struct { int live, gpu, non_blocking, capture, mode; pthread_t thread; } Stream;
 
-static const uint64_t MAGIC = 0x66616b6563756461ull;
-static int retained[MAX_GPUS];
-static __thread int stack[MAX_DEPTH], depth;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static int retained[MAX_GPUS], handle_count;
+static Handle handles[MAX * 64]; /* never used twice, so that a released one is noticed */
+static Range reserved[MAX], mapped[MAX];
+static Work queued[MAX];
+static int queued_count;
+static Stream streams[MAX]; /* a stream's handle is its index; 0 to 2 are the driver's own streams */
+static int stream_count = 3;
+static __thread int stack[MAX_DEPTH], depth, thread_mode;
+
+static void unlock(int *unused) { (void)unused; pthread_mutex_unlock(&lock); }
+
+/* Whether FAKE_CUDA_FAIL names this call. The counts start again whenever the variable changes. */
+static int fails(const char *name) {
+    static char last[200];
+    static int counts[8];
+    const char *text = getenv("FAKE_CUDA_FAIL");
+    if (strcmp(text ? text : "", last)) {
+        memset(counts, 0, sizeof counts);
+        snprintf(last, sizeof last, "%s", text ? text : "");
+    }
+    int found = 0, index = 0;
+    for (const char *rule = last; rule && *rule && index < 8; index++) {
+        const char *colon = strchr(rule, ':');
+        if (!colon) break;
+        char *end;
+        long number = strtol(colon + 1, &end, 10);
+        if (!strncmp(name, rule, (size_t)(colon - rule))) {
+            counts[index]++;
+            found |= *end == '+' ? counts[index] >= number : counts[index] == number;
+        }
+        rule = strchr(rule, ',');
+        rule = rule ? rule + 1 : NULL;
+    }
+    return found;
+}
+
+/* Every function that may fail for want of memory begins with this. */
+#define ENTER() \
+    int guard __attribute__((cleanup(unlock))) = pthread_mutex_lock(&lock); \
+    if (fails(__func__)) return OUT_OF_MEMORY
+
+/* The calls that may invalidate a graph: refused while this thread captures, or another one does so globally. */
+#define ENTER_UNSAFE() \
+    ENTER(); \
+    if (breaks_capture()) return CAPTURE_UNSUPPORTED
+
+static int breaks_capture(void) {
+    int found = 0;
+    for (int i = 0; i < stream_count; i++) {
+        Stream *s = &streams[i];
+        if (!s->capture || thread_mode == RELAXED) continue;
+        int mine = pthread_equal(s->thread, pthread_self());
+        if (mine ? s->mode == RELAXED : s->mode != GLOBAL || thread_mode != GLOBAL) continue;
+        s->capture = BROKEN;
+        found = 1;
+    }
+    return found;
+}
+
+static int is(const char *variable, const char *value) {
+    const char *text = getenv(variable);
+    return text && !strcmp(text, value);
+}
 
 static int visible(int *gpus) {
     const char *text = getenv("FAKE_CUDA_VISIBLE");
@@ -48,64 +127,17 @@ static int gpu_of(int device) { /* the GPU that this process numbers so, -1 for 
     return device >= 0 && device < count ? gpus[device] : -1;
 }
 
+static int is_linked(int gpu, int owner) {
+    char pair[24];
+    snprintf(pair, sizeof pair, "%d%d", gpu, owner);
+    const char *text = getenv("FAKE_CUDA_PEERS");
+    return gpu == owner || (text && strstr(text, pair));
+}
+
 static size_t memory(void) { const char *text = getenv("FAKE_CUDA_BYTES"); return text ? strtoull(text, NULL, 10) : 0; }
 static const char *tag(void) { const char *text = getenv("FAKE_CUDA_TAG"); return text ? text : "untagged"; }
 
-/* Whether a link of /proc names an allocation of this tag; which GPU's, and how long. */
-static int is_ours(const char *link, int *gpu, size_t *size) {
-    char prefix[200];
-    snprintf(prefix, sizeof prefix, "/memfd:fake-cuda:%s:", tag());
-    size_t n = strlen(prefix);
-    return strncmp(link, prefix, n) == 0 && sscanf(link + n, "%d:%zu", gpu, size) == 2;
-}
-
-static size_t used(int gpu) {
-    static __thread ino_t seen[MAX_FILES];
-    int count = 0;
-    size_t total = 0;
-    DIR *proc = opendir("/proc");
-    struct dirent *process;
-    while (proc && (process = readdir(proc))) {
-        char path[600], link[600], line[1000];
-        if (process->d_name[0] < '0' || process->d_name[0] > '9') continue;
-        ino_t found[2];
-        snprintf(path, sizeof path, "/proc/%s/fd", process->d_name);
-        DIR *fds = opendir(path);
-        struct dirent *fd;
-        snprintf(path, sizeof path, "/proc/%s/maps", process->d_name);
-        FILE *maps = fopen(path, "r");
-        for (;;) {
-            int whose;
-            size_t size;
-            if (fds && (fd = readdir(fds))) {
-                struct stat stat_of;
-                snprintf(path, sizeof path, "/proc/%s/fd/%s", process->d_name, fd->d_name);
-                ssize_t n = readlink(path, link, sizeof link - 1);
-                if (n < 0) continue;
-                link[n] = 0;
-                if (!is_ours(link, &whose, &size) || stat(path, &stat_of)) continue;
-                found[0] = stat_of.st_ino;
-            } else if (maps && fgets(line, sizeof line, maps)) {
-                char *name = strstr(line, "/memfd:fake-cuda:");
-                unsigned long inode;
-                if (!name || !is_ours(name, &whose, &size) || sscanf(line, "%*s %*s %*s %*s %lu", &inode) != 1) continue;
-                found[0] = inode;
-            } else {
-                break;
-            }
-            int known = whose != gpu;
-            for (int i = 0; i < count && !known; i++) known = seen[i] == found[0];
-            if (!known && count < MAX_FILES) {
-                seen[count++] = found[0];
-                total += size;
-            }
-        }
-        if (fds) closedir(fds);
-        if (maps) fclose(maps);
-    }
-    if (proc) closedir(proc);
-    return total;
-}
+#include "fake_cuda_memory.h"
 
 int cuInit(unsigned flags) { int gpus[MAX_GPUS]; return flags ? INVALID_VALUE : visible(gpus) ? OK : NO_DEVICE; }
 int cuDeviceGetCount(int *count) { int gpus[MAX_GPUS]; *count = visible(gpus); return OK; }
@@ -116,7 +148,12 @@ int cuDeviceGet(int *device, int ordinal) {
 }
 
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
-    *value = attribute == 102 || attribute == 103; /* memory management, descriptors */
+    switch (attribute) {
+    case 102: case 103: *value = 1; break; /* memory management, descriptors */
+    case 110: *value = !is("FAKE_CUDA_RDMA", "0"); break;
+    case 128: *value = is("FAKE_CUDA_FABRIC", "1") || is("FAKE_CUDA_FABRIC", "refused"); break;
+    default: return INVALID_VALUE;
+    }
     return gpu_of(device) < 0 ? INVALID_DEVICE : OK;
 }
 
@@ -127,22 +164,29 @@ int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
 }
 
 int cuDevicePrimaryCtxRetain(void **context, int device) {
+    ENTER();
     int gpu = gpu_of(device);
     if (gpu < 0) return INVALID_DEVICE;
-    __sync_fetch_and_add(&retained[gpu], 1);
+    retained[gpu]++;
     *context = (void *)(intptr_t)(gpu + 1);
     return OK;
 }
 
 int cuDevicePrimaryCtxRelease_v2(int device) {
+    ENTER();
     int gpu = gpu_of(device);
     if (gpu < 0) return INVALID_DEVICE;
-    return __sync_fetch_and_sub(&retained[gpu], 1) > 0 ? OK : INVALID_CONTEXT;
+    if (!retained[gpu]) return INVALID_CONTEXT;
+    for (int i = 0; retained[gpu] == 1 && i < MAX; i++) /* the context's mappings would end with it */
+        if (mapped[i].size && mapped[i].gpu == gpu) return INVALID_CONTEXT;
+    retained[gpu]--;
+    return OK;
 }
 
 int cuCtxPushCurrent_v2(void *context) {
-    if (!context || depth == MAX_DEPTH) return INVALID_CONTEXT;
-    stack[depth++] = (int)(intptr_t)context;
+    int gpu = (int)(intptr_t)context - 1;
+    if (gpu < 0 || gpu >= MAX_GPUS || !retained[gpu] || depth == MAX_DEPTH) return INVALID_CONTEXT;
+    stack[depth++] = gpu + 1;
     return OK;
 }
 
@@ -152,9 +196,107 @@ int cuCtxPopCurrent_v2(void **context) {
     return OK;
 }
 
-int cuCtxSynchronize(void) { return depth ? OK : INVALID_CONTEXT; }
+static Range *entry(Range *table, uint64_t at) { /* the entry that begins at an address */
+    for (int i = 0; i < MAX; i++)
+        if (table[i].size && table[i].at == at) return &table[i];
+    return NULL;
+}
+
+static Range *overlapping(Range *table, uint64_t at, size_t size) {
+    for (int i = 0; i < MAX; i++)
+        if (table[i].size && at < table[i].at + table[i].size && table[i].at < at + size) return &table[i];
+    return NULL;
+}
+
+static Range *unused(Range *table) {
+    for (int i = 0; i < MAX; i++)
+        if (!table[i].size) return &table[i];
+    return NULL;
+}
+
+int cuCtxSynchronize(void) {
+    ENTER();
+    if (!depth) return INVALID_CONTEXT;
+    int gpu = stack[depth - 1] - 1, found = 0, kept = 0, status = OK;
+    for (int i = 0; i < stream_count; i++)
+        if (streams[i].capture && streams[i].gpu == gpu) streams[i].capture = BROKEN, found = 1;
+    if (found) return CAPTURE_UNSUPPORTED; /* in any mode: it would wait for what has not been launched */
+    for (int i = 0; i < queued_count; i++) {
+        Work work = queued[i];
+        if (work.gpu != gpu) {
+            queued[kept++] = work;
+            continue;
+        }
+        Range *range = overlapping(mapped, work.at, work.size);
+        if (range && range->access == 3) memset((void *)(uintptr_t)work.at, work.value, work.size);
+        else status = ILLEGAL_ADDRESS;
+    }
+    queued_count = kept;
+    return status;
+}
+
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+    if (*mode < GLOBAL || *mode > RELAXED) return INVALID_VALUE;
+    int before = thread_mode;
+    thread_mode = *mode;
+    *mode = before;
+    return OK;
+}
+
+int cuStreamCreate(uint64_t *stream, unsigned flags) {
+    ENTER_UNSAFE();
+    if (!depth) return INVALID_CONTEXT;
+    if (flags > 1 || stream_count == MAX) return INVALID_VALUE;
+    streams[stream_count] = (Stream){.live = 1, .gpu = stack[depth - 1] - 1, .non_blocking = (int)flags};
+    *stream = (uint64_t)stream_count++;
+    return OK;
+}
+
+static int waits_for_capture(uint64_t stream) { /* the legacy stream does, of blocking streams */
+    if (stream > LEGACY || !depth) return 0;
+    for (int i = 3; i < stream_count; i++)
+        if (streams[i].capture && !streams[i].non_blocking && streams[i].gpu == stack[depth - 1] - 1) return 1;
+    return 0;
+}
+
+int cuStreamBeginCapture_v2(uint64_t stream, int mode) {
+    ENTER();
+    if (stream <= LEGACY || stream >= (uint64_t)stream_count) return CAPTURE_UNSUPPORTED;
+    if (streams[stream].capture || mode < GLOBAL || mode > RELAXED) return INVALID_VALUE;
+    streams[stream].capture = ACTIVE, streams[stream].mode = mode, streams[stream].thread = pthread_self();
+    return OK;
+}
+
+int cuStreamEndCapture(uint64_t stream, void **graph) {
+    ENTER();
+    if (stream >= (uint64_t)stream_count || !streams[stream].capture) return CAPTURE_UNMATCHED;
+    int status = streams[stream].capture == ACTIVE ? OK : CAPTURE_INVALIDATED;
+    streams[stream].capture = 0;
+    *graph = NULL;
+    return status;
+}
+
+int cuStreamIsCapturing(uint64_t stream, int *status) {
+    ENTER();
+    if (!depth) return INVALID_CONTEXT;
+    if (stream >= (uint64_t)stream_count) return INVALID_HANDLE;
+    if (waits_for_capture(stream)) return CAPTURE_IMPLICIT; /* without an effect on the capture */
+    *status = streams[stream].capture;
+    return OK;
+}
+
+int cuMemsetD8Async(uint64_t at, unsigned char value, size_t size, uint64_t stream) {
+    ENTER();
+    if (!depth) return INVALID_CONTEXT;
+    if (!size || stream >= (uint64_t)stream_count || queued_count == MAX) return INVALID_VALUE;
+    if (waits_for_capture(stream)) return CAPTURE_IMPLICIT;
+    if (streams[stream].capture) return streams[stream].capture == ACTIVE ? OK : CAPTURE_INVALIDATED;
+    queued[queued_count++] = (Work){at, size, stack[depth - 1] - 1, value};
+    return OK;
+}
 
 int cuMemGetInfo_v2(size_t *free_bytes, size_t *total) {
+    ENTER();
     if (!depth) return INVALID_CONTEXT;
     size_t taken = used(stack[depth - 1] - 1);
     *total = memory();
@@ -162,97 +304,151 @@ int cuMemGetInfo_v2(size_t *free_bytes, size_t *total) {
     return OK;
 }
 
-int cuMemGetAllocationGranularity(size_t *page, const Properties *properties, int option) {
-    *page = PAGE;
-    return option || gpu_of(properties->location.id) < 0 ? INVALID_VALUE : OK;
+static int refusal(const Properties *p) { /* why no memory can have these properties, OK if it can */
+    if (gpu_of(p->location.id) < 0) return INVALID_DEVICE;
+    if (p->type != 1 || p->location.type != 1 || p->win32 || p->compression) return INVALID_VALUE;
+    for (size_t i = 0; i < sizeof p->rest; i++)
+        if (p->rest[i]) return INVALID_VALUE;
+    if (p->types & ~(FD | FABRIC) || p->rdma > 1) return INVALID_VALUE;
+    if (p->rdma && is("FAKE_CUDA_RDMA", "0")) return INVALID_VALUE;
+    return p->types & FABRIC && !is("FAKE_CUDA_FABRIC", "1") && !is("FAKE_CUDA_FABRIC", "refused") ? NOT_SUPPORTED : OK;
 }
 
-int cuMemCreate(Handle **handle, size_t size, const Properties *properties, unsigned long long flags) {
-    int gpu = gpu_of(properties->location.id);
-    if (gpu < 0) return INVALID_DEVICE;
-    if (flags || !size || size % PAGE || properties->type != 1 || properties->handle_types != 1) return INVALID_VALUE;
+int cuMemGetAllocationGranularity(size_t *page, const Properties *properties, int option) {
+    ENTER();
+    *page = PAGE;
+    return option ? INVALID_VALUE : refusal(properties);
+}
+
+static int add_handle(uint64_t *handle, Handle made) {
+    if (made.fd < 0 || handle_count == MAX * 64 - 1) return OUT_OF_MEMORY;
+    handles[++handle_count] = made;
+    *handle = (uint64_t)handle_count;
+    return OK;
+}
+
+static Handle *live(uint64_t handle) {
+    return handle && handle <= (uint64_t)handle_count && handles[handle].live ? &handles[handle] : NULL;
+}
+
+int cuMemCreate(uint64_t *handle, size_t size, const Properties *properties, unsigned long long flags) {
+    ENTER_UNSAFE();
+    int status = refusal(properties), gpu = gpu_of(properties->location.id);
+    if (status) return status;
+    if (flags || !size || size % PAGE) return INVALID_VALUE;
+    if (properties->types & FABRIC && is("FAKE_CUDA_FABRIC", "refused")) return NOT_PERMITTED;
+    if (properties->rdma && is("FAKE_CUDA_RDMA", "refused")) return NOT_SUPPORTED;
     if (used(gpu) + size > memory()) return OUT_OF_MEMORY;
     char name[200];
-    snprintf(name, sizeof name, "fake-cuda:%s:%d:%zu", tag(), gpu, size);
+    int types = properties->types | (properties->rdma ? 256 : 0);
+    snprintf(name, sizeof name, "fake-cuda:%s:%d:%zu:%d", tag(), gpu, size, types);
     int fd = memfd_create(name, MFD_CLOEXEC);
-    if (fd < 0 || ftruncate(fd, (off_t)size)) {
-        if (fd >= 0) close(fd);
-        return OUT_OF_MEMORY;
-    }
-    *handle = malloc(sizeof **handle);
-    **handle = (Handle){MAGIC, fd, gpu, size};
+    if (fd >= 0 && ftruncate(fd, (off_t)size)) close(fd), fd = -1;
+    return add_handle(handle, (Handle){1, fd, gpu, types, size});
+}
+
+int cuMemRelease(uint64_t handle) {
+    ENTER_UNSAFE();
+    Handle *found = live(handle);
+    if (!found) return INVALID_HANDLE;
+    close(found->fd);
+    found->live = 0;
     return OK;
 }
 
-int cuMemRelease(Handle *handle) {
-    if (!handle || handle->magic != MAGIC) return INVALID_HANDLE;
-    close(handle->fd);
-    handle->magic = 0;
-    free(handle);
-    return OK;
-}
-
-int cuMemExportToShareableHandle(int *fd, Handle *handle, int type, unsigned long long flags) {
-    if (!handle || handle->magic != MAGIC) return INVALID_HANDLE;
-    if (type != 1 || flags) return INVALID_VALUE;
-    *fd = fcntl(handle->fd, F_DUPFD_CLOEXEC, 0);
+int cuMemExportToShareableHandle(int *fd, uint64_t handle, int type, unsigned long long flags) {
+    ENTER_UNSAFE();
+    Handle *found = live(handle);
+    if (!found) return INVALID_HANDLE;
+    if (type != FD || flags || !(found->types & FD)) return INVALID_VALUE;
+    *fd = fcntl(found->fd, F_DUPFD_CLOEXEC, 0);
     return *fd < 0 ? OUT_OF_MEMORY : OK;
 }
 
-int cuMemImportFromShareableHandle(Handle **handle, void *descriptor, int type) {
+int cuMemImportFromShareableHandle(uint64_t *handle, void *descriptor, int type) {
+    ENTER_UNSAFE();
     char path[64], link[600];
-    int gpu, fd = (int)(intptr_t)descriptor;
+    int gpu, types, fd = (int)(intptr_t)descriptor;
     size_t size;
     snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
     ssize_t n = readlink(path, link, sizeof link - 1);
-    if (n < 0 || type != 1) return INVALID_VALUE;
+    if (n < 0 || type != FD) return INVALID_VALUE;
     link[n] = 0;
-    if (!is_ours(link, &gpu, &size)) return INVALID_VALUE;
-    *handle = malloc(sizeof **handle);
-    **handle = (Handle){MAGIC, fcntl(fd, F_DUPFD_CLOEXEC, 0), gpu, size};
-    return OK;
+    if (!is_ours(link, &gpu, &size, &types)) return INVALID_VALUE;
+    return add_handle(handle, (Handle){1, fcntl(fd, F_DUPFD_CLOEXEC, 0), gpu, types, size});
 }
 
 int cuMemAddressReserve(uint64_t *address, size_t size, size_t alignment, uint64_t wanted, unsigned long long flags) {
+    ENTER_UNSAFE();
+    Range *entry = unused(reserved);
     if (flags || wanted || alignment || !size || size % PAGE) return INVALID_VALUE;
-    void *found = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    *address = (uint64_t)(uintptr_t)found;
-    return found == MAP_FAILED ? OUT_OF_MEMORY : OK;
+    int how = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    char *found = entry ? mmap(NULL, size + PAGE, PROT_NONE, how, -1, 0) : MAP_FAILED;
+    if (found == MAP_FAILED) return OUT_OF_MEMORY;
+    size_t before = -(uintptr_t)found % PAGE;
+    if (before) munmap(found, before);
+    if (before < PAGE) munmap(found + before + size, PAGE - before);
+    *address = (uint64_t)(uintptr_t)found + before;
+    *entry = (Range){*address, size, 0, 0};
+    return OK;
 }
 
-int cuMemMap(uint64_t address, size_t size, size_t offset, Handle *handle, unsigned long long flags) {
-    if (!handle || handle->magic != MAGIC) return INVALID_HANDLE;
-    if (flags || offset || size > handle->size || size % PAGE) return INVALID_VALUE;
+int cuMemMap(uint64_t address, size_t size, size_t offset, uint64_t handle, unsigned long long flags) {
+    ENTER_UNSAFE();
+    Handle *memory_of = live(handle);
+    Range *within = overlapping(reserved, address, size), *entry = unused(mapped);
+    if (!memory_of) return INVALID_HANDLE;
+    if (flags || offset || !size || size % PAGE || address % PAGE || size > memory_of->size) return INVALID_VALUE;
+    if (!within || address < within->at || address + size > within->at + within->size) return INVALID_VALUE;
+    if (overlapping(mapped, address, size)) return INVALID_VALUE;
     void *at = (void *)(uintptr_t)address;
-    return mmap(at, size, PROT_NONE, MAP_SHARED | MAP_FIXED, handle->fd, 0) == MAP_FAILED ? INVALID_VALUE : OK;
+    if (!entry || mmap(at, size, PROT_NONE, MAP_SHARED | MAP_FIXED, memory_of->fd, 0) == MAP_FAILED) return OUT_OF_MEMORY;
+    *entry = (Range){address, size, memory_of->gpu, 0};
+    return OK;
 }
 
 int cuMemSetAccess(uint64_t address, size_t size, const Access *access, size_t count) {
-    if (count != 1 || gpu_of(access->location.id) < 0) return INVALID_VALUE;
-    /* memory of another GPU would need a link between the two: here it is a mix-up of their numbers */
-    char line[1000];
-    int whose = -1, known = 0;
-    size_t length;
-    FILE *maps = fopen("/proc/self/maps", "r");
-    while (maps && !known && fgets(line, sizeof line, maps)) {
-        char *name = strstr(line, "/memfd:fake-cuda:");
-        known = name && strtoull(line, NULL, 16) == address && is_ours(name, &whose, &length);
+    ENTER_UNSAFE();
+    Range *range = entry(mapped, address);
+    if (!range || range->size != size || !count) return INVALID_VALUE;
+    for (size_t i = 0; i < count; i++) {
+        int gpu = access[i].location.type == 1 ? gpu_of(access[i].location.id) : -1;
+        if (gpu < 0 || (access[i].flags != 0 && access[i].flags != 1 && access[i].flags != 3)) return INVALID_VALUE;
+        if (!is_linked(gpu, range->gpu)) return NOT_SUPPORTED;
     }
-    if (maps) fclose(maps);
-    if (!known) return INVALID_VALUE;
-    if (whose != gpu_of(access->location.id)) return NOT_SUPPORTED;
-    int protection = access->flags == 3 ? PROT_READ | PROT_WRITE : PROT_READ;
+    range->access = access->flags;
+    int protection = access->flags == 3 ? PROT_READ | PROT_WRITE : access->flags ? PROT_READ : PROT_NONE;
     return mprotect((void *)(uintptr_t)address, size, protection) ? INVALID_VALUE : OK;
 }
 
 int cuMemUnmap(uint64_t address, size_t size) {
-    void *at = (void *)(uintptr_t)address;
+    ENTER_UNSAFE();
+    Range *range = entry(mapped, address);
+    if (!range || range->size != size) return INVALID_VALUE;
+    for (int i = 0; i < queued_count; i++)
+        if (queued[i].at < address + size && address < queued[i].at + queued[i].size) return INVALID_VALUE;
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
-    return mmap(at, size, PROT_NONE, flags, -1, 0) == MAP_FAILED ? INVALID_VALUE : OK;
+    if (mmap((void *)(uintptr_t)address, size, PROT_NONE, flags, -1, 0) == MAP_FAILED) return INVALID_VALUE;
+    range->size = 0;
+    return OK;
 }
 
 int cuMemAddressFree(uint64_t address, size_t size) {
+    ENTER_UNSAFE();
+    Range *range = entry(reserved, address);
+    if (!range || range->size != size || overlapping(mapped, address, size)) return INVALID_VALUE;
+    range->size = 0;
     return munmap((void *)(uintptr_t)address, size) ? INVALID_VALUE : OK;
+}
+
+/* For tests: what this process has not given back yet. */
+int fakeCudaLeft(const char *what) {
+    int count = 0, of_handles = !strcmp(what, "handles"), of_contexts = !strcmp(what, "contexts");
+    Range *table = !strcmp(what, "mappings") ? mapped : !strcmp(what, "reservations") ? reserved : NULL;
+    for (int i = 1; of_handles && i <= handle_count; i++) count += handles[i].live;
+    for (int i = 0; of_contexts && i < MAX_GPUS; i++) count += retained[i];
+    for (int i = 0; table && i < MAX; i++) count += table[i].size != 0;
+    return of_handles || of_contexts || table ? count : -1;
 }
 
 int cuGetErrorString(int status, const char **text) {
@@ -262,7 +458,12 @@ int cuGetErrorString(int status, const char **text) {
     case INVALID_DEVICE: *text = "invalid device ordinal"; return OK;
     case INVALID_CONTEXT: *text = "invalid device context"; return OK;
     case INVALID_HANDLE: *text = "invalid resource handle"; return OK;
+    case ILLEGAL_ADDRESS: *text = "an illegal memory access was encountered"; return OK;
+    case NOT_PERMITTED: *text = "operation not permitted"; return OK;
     case NOT_SUPPORTED: *text = "operation not supported"; return OK;
+    case CAPTURE_UNSUPPORTED: *text = "operation not permitted when stream is capturing"; return OK;
+    case CAPTURE_INVALIDATED: *text = "operation failed due to a previous error during capture"; return OK;
+    case CAPTURE_IMPLICIT: *text = "operation would make the legacy stream depend on a capturing blocking stream"; return OK;
     }
     *text = "invalid argument";
     return OK;

@@ -54,7 +54,7 @@ class FakeGpus:
 
 
 def _read_name(name: str, prefix: str) -> tuple[int, int]:
-    gpu, size = name.removeprefix(prefix).split()[0].split(":")
+    gpu, size, _ = name.removeprefix(prefix).split()[0].split(":")
     return int(gpu), int(size)
 
 

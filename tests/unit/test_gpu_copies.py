@@ -12,7 +12,7 @@ import torch
 
 from refitd.addressing.copies import CopyList
 from refitd.addressing.places import LocalTensor
-from refitd.buffers import cuda
+from refitd.buffers import cuda, cuda_driver
 from refitd.buffers import cuda as memory
 from refitd.buffers.arena import MappedArena, create
 from refitd.buffers.layout import extent
@@ -137,11 +137,10 @@ def test_a_copy_that_must_not_be_is_refused_before_it_runs(src: LocalTensor, dst
 
 def test_the_drivers_structures_are_as_long_as_cuda_says() -> None:
     """Compared byte by byte with cuda.bindings 12.9, 13.0 and 13.4 when this was written."""
-    properties = memory._properties(5)
-    properties.flags.gpu_direct_rdma = 1
+    properties = cuda_driver.properties(5, rdma=True)
     assert bytes(properties).hex() == "01000000010000000100000005000000" + "0" * 18 + "01" + "0" * 12
-    assert bytes(memory._Access(memory._Location(1, 5), 3)).hex() == "010000000500000003000000"
-    assert (ctypes.sizeof(memory._Properties), ctypes.sizeof(memory._Access)) == (32, 12)
+    assert bytes(cuda_driver.Access(cuda_driver.Location(1, 5), 3)).hex() == "010000000500000003000000"
+    assert (ctypes.sizeof(cuda_driver.Properties), ctypes.sizeof(cuda_driver.Access)) == (32, 12)
 
 
 @no_gpu
@@ -293,6 +292,7 @@ def test_bytes_that_differ_after_they_were_written_are_noticed(
     assert failed.value.copy == 1
     copied.clear()
     del job, arenas, service, failed
+    cuda.release_dropped()
     monkeypatch.undo()
     assert gpus.used() == 0
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from refitd.buffers.cuda import release_dropped
 from refitd.testing import Daemon
 from tests.support import fake_cuda
 from tests.support.gpu_tensors import DEADLINES, GPU_BYTES
@@ -24,4 +25,5 @@ def daemon(gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon]) -> Ite
     # arenas of detached sources end with the daemon; this process must have freed its own
     assert daemon.stop() == []
     gc.collect()
+    assert release_dropped() == 0
     assert gpus.used() == 0
