@@ -20,7 +20,6 @@ from refitd.client.connection import Connection, close_all
 from refitd.client.lifeline import Lifeline
 from refitd.client.operations import Operations
 from refitd.client.reconnect import REGISTER_S, Give, Line
-from refitd.client.slots import Slotted
 from refitd.config import default_runtime_dir
 from refitd.errors import ConfigError, Orphaned, RefitdError, RefusedError, TransportError, needing_torch
 from refitd.logs import Escaped
@@ -118,6 +117,7 @@ class Client(ArenaMemory, Operations):
             PlanError: a tensor cannot be described, or has no canonical name in `names`.
             ArenaError: there is not enough memory for the slots.
         """
+        from refitd.client.slot_source import Slotted
         from refitd.client.source import register
 
         layout = Layout(rank, world_size, metadata, pg_collection, num_experts, names)
@@ -163,6 +163,7 @@ class Client(ArenaMemory, Operations):
                 invalid.
             ArenaError: there is not enough memory for the slots.
         """
+        from refitd.client.slot_source import Slotted
         from refitd.client.streamed import declare
 
         layout = Layout(rank, world_size, metadata, names=names)

@@ -13,8 +13,7 @@ from refitd.client.arguments import Layout, seconds, whole
 from refitd.client.connection import Connection
 from refitd.client.given import NONE, Keeps, Tensors, checked_part, refuse_all
 from refitd.client.reconnect import Line, renumbered
-from refitd.client.slot_source import SlotSource
-from refitd.client.slots import Slotted, SourceSlots, register_slots
+from refitd.client.slot_source import SlotSource, Slotted, SourceSlots, register_slots
 from refitd.client.source_tensors import MXFP8Offer, SourceCasts, SourceTensors
 from refitd.client.threads import awaitable, check_process
 from refitd.describe.metadata import ParameterMetadata

@@ -16,8 +16,7 @@ from refitd.client.arguments import Layout, seconds, whole
 from refitd.client.connection import Connection
 from refitd.client.given import held_of_given
 from refitd.client.reconnect import Line
-from refitd.client.slot_source import SlotSource
-from refitd.client.slots import Slotted, SourceSlots, register_slots
+from refitd.client.slot_source import SlotSource, Slotted, SourceSlots, register_slots
 from refitd.client.source_tensors import SourceCasts
 from refitd.client.threads import check_process
 from refitd.describe.memory import HOST

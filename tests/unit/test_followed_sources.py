@@ -12,7 +12,7 @@ from torch import nn
 
 from refitd import ParameterMetadata, RefusedError
 from refitd.buffers.layout import packed_offsets
-from refitd.client.slots import SourceSlots
+from refitd.client.slot_source import SourceSlots
 from refitd.client.source import Source
 from refitd.client.source_tensors import SourceTensors
 from refitd.client.target_tensors import TargetTensors

@@ -16,7 +16,7 @@ from refitd.buffers.permits import PAGE_BYTES, Permit, PermitPage
 from refitd.client.arena_memory import ArenaMemory
 from refitd.client.commit_state import CommitState
 from refitd.client.connection import Connection
-from refitd.client.slots import SourceSlots
+from refitd.client.slot_source import SourceSlots
 from refitd.errors import ArenaError
 from refitd.protocol import local
 from refitd.protocol.base import Message
