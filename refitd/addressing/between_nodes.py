@@ -1,7 +1,7 @@
 """Transfers between nodes: the sends and receives between a worker and its peer on each other node.
 
 Both ends compute the same lists from the plan's crossing rows, because `cut` and `lanes_of` depend only on the sizes
-and the order of the rows.
+and the order of the rows. Rows between GPUs have a lane of their own, in which each GPU has a position.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class NodeTransfers:
         origin: row of the plan's table before the cut, shape [n].
         lane: the lane that transfers the row, shape [n].
         src_node, dst_node: positions of the two nodes in the epoch, shape [n].
+        src_at, dst_at: positions of the two workers in the lane: of their nodes, or of their GPUs, shape [n].
     """
 
     table: CrossingTable
@@ -34,21 +35,34 @@ class NodeTransfers:
     lane: Int64
     src_node: Int64
     dst_node: Int64
+    src_at: Int64
+    dst_at: Int64
 
 
-def node_transfers(table: CrossingTable, node_of: Mapping[int, int], lanes: int) -> NodeTransfers:
+def node_transfers(
+    table: CrossingTable, node_of: Mapping[int, int], lanes: int, gpu_of: Mapping[int, int] | None = None
+) -> NodeTransfers:
     """Cut the rows of a plan that cross nodes and assign them to lanes.
 
     Args:
         table: rows whose source and destination are on different nodes, in the plan's order.
         node_of: rank -> position of its node.
-        lanes: number of lanes in the epoch.
+        lanes: number of lanes in the epoch, without the one of the GPUs, which is lane number `lanes`.
+        gpu_of: rank -> position of its GPU in the epoch; ranks in main memory are left out.
     """
     table, part, origin = cut(table)
-    src = np.array([node_of[rank] for rank in table.src_rank.tolist()], dtype=np.int64)
-    dst = np.array([node_of[rank] for rank in table.dst_rank.tolist()], dtype=np.int64)
-    lane = lanes_of(table.row_bytes, src, dst, lanes, table.path.astype(np.int64))
-    return NodeTransfers(table, part, origin, lane, src, dst)
+    ends = table.src_rank.tolist(), table.dst_rank.tolist()
+    src, dst = (np.array([node_of[rank] for rank in ranks], dtype=np.int64) for ranks in ends)
+    if not gpu_of:
+        lane = lanes_of(table.row_bytes, src, dst, lanes, table.path.astype(np.int64))
+        return NodeTransfers(table, part, origin, lane, src, dst, src, dst)
+    src_gpu, dst_gpu = (np.array([gpu_of.get(rank, -1) for rank in ranks], dtype=np.int64) for ranks in ends)
+    on_gpus = (src_gpu >= 0) & (dst_gpu >= 0)
+    lane = np.full(len(src), lanes, dtype=np.int64)
+    rest = np.flatnonzero(~on_gpus)
+    lane[rest] = lanes_of(table.row_bytes[rest], src[rest], dst[rest], lanes, table.path[rest].astype(np.int64))
+    src_at, dst_at = np.where(on_gpus, src_gpu, src), np.where(on_gpus, dst_gpu, dst)
+    return NodeTransfers(table, part, origin, lane, src, dst, src_at, dst_at)
 
 
 def lanes_of(nbytes: Int64, src_node: Int64, dst_node: Int64, lanes: int, path: Int64) -> Int64:
@@ -87,16 +101,16 @@ class TransferList(WorkList):
 
 def transfers_of(
     rows: NodeTransfers,
-    node: int,
+    position: int,
     lane: int,
     sources: Mapping[int, Places],
     destinations: Mapping[int, Places],
 ) -> TransferList:
-    """Return the sends and receives of the worker `lane` of the node at position `node`.
+    """Return the sends and receives of one worker.
 
     Args:
         rows: rows with at least one end on this node.
-        node: this node's position.
+        position: the worker's position in its lane: of this node, or of a GPU.
         lane: the worker's lane.
         sources: rank -> places of this node's source tensors.
         destinations: rank -> places of this node's tensors to write.
@@ -106,8 +120,8 @@ def transfers_of(
         ValueError: a box cannot be addressed in its tensor.
     """
     mine = rows.lane == lane
-    out = np.flatnonzero(mine & (rows.src_node == node))
-    into = np.flatnonzero(mine & (rows.dst_node == node))
+    out = np.flatnonzero(mine & (rows.src_at == position))
+    into = np.flatnonzero(mine & (rows.dst_at == position))
     sent = rows.table.select(out)
     # a relay reads forwarded rows from the memory that received them
     src = source_addresses(sent, {**destinations, **sources})
@@ -116,7 +130,7 @@ def transfers_of(
     table = rows.table.select(both)
     return TransferList(
         is_send=np.concatenate([np.ones(len(out), np.int64), np.zeros(len(into), np.int64)]),
-        peer=np.concatenate([rows.dst_node[out], rows.src_node[into]]),
+        peer=np.concatenate([rows.dst_at[out], rows.src_at[into]]),
         task_id=table.task_id.astype(np.int64),
         part=rows.part[both],
         size=table.size.astype(np.int64),

@@ -120,13 +120,15 @@ class PackedEpoch:
     def of(epoch: EpochPlan) -> PackedEpoch:
         """Pack an epoch: about as many parts as each has nodes, and each node in the part that its name says."""
         buckets = 1 << max(0, round(math.log2(max(1, len(epoch.nodes))) / 2))
-        found: dict[int, list[tuple[str, str]]] = {}
-        for node, host in zip(epoch.nodes, epoch.hosts, strict=True):
-            found.setdefault(xxhash.xxh3_64_intdigest(node.encode()) % buckets, []).append((node, host))
+        found: dict[int, list[tuple[str, str, tuple[str, ...]]]] = {}
+        gpus = epoch.gpus or ((),) * len(epoch.nodes)
+        for row in zip(epoch.nodes, epoch.hosts, gpus, strict=True):
+            found.setdefault(xxhash.xxh3_64_intdigest(row[0].encode()) % buckets, []).append(row)
         parts = [_packed(EpochPart(*map(tuple, zip(*found[bucket], strict=True)))) for bucket in sorted(found)]
         listed = _packed(EpochParts(tuple(part.digest for part in parts)))
         position = {name: i for i, name in enumerate(epoch.nodes)}
-        return PackedEpoch(epoch, position, msgspec.structs.replace(epoch, nodes=(), hosts=()), tuple(parts), listed)
+        bare = msgspec.structs.replace(epoch, nodes=(), hosts=(), gpus=())
+        return PackedEpoch(epoch, position, bare, tuple(parts), listed)
 
 
 def _without_ranks(uses: Uses, ranks: Int32) -> Uses:
@@ -262,6 +264,7 @@ class LoadedPlan:
     members: dict[str, int] = field(default_factory=dict)  # member id -> plan-wide rank; see `belongs_to`
     loaded_on: set[str] = field(default_factory=set)
     epoch: EpochPlan | None = None  # of its cross-node transfers; None until formed
+    gpu_of: dict[int, str] = field(default_factory=dict)  # plan-wide rank -> its GPU, if the epoch has that
     crossing_s: dict[str, float] = field(default_factory=dict)  # node -> time of its slowest worker in the last swap
     given_whole: set[str] = field(default_factory=set)  # nodes that lacked parts, and were sent all
     nbytes: int = field(init=False)  # that it moves
@@ -297,7 +300,7 @@ class LoadedPlan:
 
     def unloaded(self) -> LoadedPlan:
         """Return a copy that is loaded on no node and has no members."""
-        return replace(self, members={}, loaded_on=set(), given_whole=set(), epoch=None, crossing_s={})
+        return replace(self, members={}, loaded_on=set(), given_whole=set(), epoch=None, gpu_of={}, crossing_s={})
 
     @property
     def digest(self) -> str:
@@ -325,6 +328,8 @@ class LoadedPlan:
         seeding = {self.members.get(member, -1) for member in seeds} & set(numbers)
         uses, parts = _used(tables, found)
         nodes, at = self._nodes_of(ranks) if epoch is not None else ((), ())
+        on = [self.gpu_of.get(rank, "") for rank in numbers] if self.gpu_of and epoch is not None else []
+        gpus = {gpu: number for number, gpu in enumerate(sorted(set(on)))}
         share = NodeShare(
             members=tuple(map(self._named.__getitem__, numbers)),
             nodes=nodes,
@@ -332,6 +337,8 @@ class LoadedPlan:
             seeds=tuple(np.searchsorted(ranks, sorted(seeding)).tolist()),
             uses={name: _without_ranks(some, ranks).to_wire() for name, some in uses.items()},
             parts=tuple(part.digest for part in parts),
+            gpus=tuple(gpus),
+            on=tuple(gpus[gpu] for gpu in on),
         )
         of_ranks, given = ShareRanks(tuple(numbers)), dict[str, bytes]()
         if held.lacks_share(digest := digest_of(share)):

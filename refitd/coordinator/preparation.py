@@ -7,6 +7,8 @@ rank registers again or provides other tensors.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import xxhash
 
 from refitd.clusters import ClusterSpeeds
@@ -22,6 +24,7 @@ from refitd.coordinator.schedule import gave_way, no_plan, without_unread
 from refitd.errors import PlanError, RefitdError
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Secret
+from refitd.protocol.reports import NodeStatus
 from refitd.states import SwapCause
 
 # Share of a comparison's timeout given to nodes: their errors, which name the late process, must arrive first.
@@ -72,7 +75,11 @@ def _plan_ready(turn: Turn, running: Running, plan: LoadedPlan) -> None:
         turn.post(running.swap.swap, swap_events.AbortAsked(reason, SwapCause.OVERTAKEN))
         return
     if plan.moves_between and plan.epoch is None:
-        plan.epoch = _new_epoch(turn, plan.routed.links.nodes())
+        try:
+            plan.epoch, plan.gpu_of = _new_epoch(turn, plan, membership)
+        except PlanError as exc:
+            turn.post(running.swap.swap, swap_events.AbortAsked(str(exc), SwapCause.PLAN))
+            return
     running.plan = plan
     turn.post(running.swap.swap, _ready(running))
 
@@ -112,6 +119,9 @@ def load(turn: Turn, running: Running, node: str) -> None:
 
 # services whose ranks may pass on what they receive (copy_services/windows.py)
 RELAYING_SERVICES = frozenset({"gloo", "nixl"})
+# services between GPUs only; HOST_SERVICE moves the other rows, and all rows where a service is missing on a node
+GPU_SERVICES = frozenset({"nccl", "nvshmem"})
+HOST_SERVICE = "gloo"
 
 
 def show(turn: Turn, state: ModelState, viewer: Waiter) -> None:
@@ -272,24 +282,82 @@ def ended(turn: Turn, state: ModelState, running: Running) -> None:
 # --- epochs -----------------------------------------------------------------------------------------------
 
 
-def _new_epoch(turn: Turn, names: set[str]) -> cluster.EpochPlan:
-    """Return a new epoch of these nodes; it is formed while the plan is loaded."""
-    fleet = turn.fleet
-    nodes = tuple(sorted(names & fleet.nodes.keys()))
-    status = [fleet.nodes[name].status for name in nodes]
-    transport = fleet.config.transport
-    lanes = min((len(s.workers) for s in status), default=1)
-    return cluster.EpochPlan(
+def _new_epoch(turn: Turn, plan: LoadedPlan, membership: Membership) -> tuple[cluster.EpochPlan, dict[int, str]]:
+    """Return a new epoch of a plan's nodes, and plan-wide rank -> GPU of the ranks in its group of GPUs.
+
+    The epoch is formed while the plan is loaded.
+
+    Raises:
+        PlanError: no service between nodes can run on all of them.
+    """
+    fleet, transport = turn.fleet, turn.fleet.config.transport
+    nodes = tuple(sorted(plan.routed.links.nodes() & fleet.nodes.keys()))
+    status = {name: fleet.nodes[name].status for name in nodes}
+    lanes = min((len(s.workers) for s in status.values()), default=1)
+    wanted = HOST_SERVICE if transport.service in GPU_SERVICES else transport.service
+    service = _service_on(turn, wanted, status)
+    gpu_of = _gpus_of(plan, membership) if transport.service in GPU_SERVICES else {}
+    gpus = {name: set[str]() for name in nodes}
+    gpu_of = {rank: gpu for rank, gpu in gpu_of.items() if plan.routed.node_of[rank] in gpus}
+    for rank, gpu in gpu_of.items():
+        gpus[plan.routed.node_of[rank]].add(gpu)
+    if gpu_of and _service_on(turn, transport.service, {name: status[name] for name in nodes if gpus[name]}) == service:
+        gpu_of = {}
+    epoch = cluster.EpochPlan(
         id=f"{fleet.boot}.{fleet.number('epoch')}",
-        service=transport.service,
+        service=service,
         nodes=nodes,
-        hosts=tuple(s.host for s in status),
+        hosts=tuple(s.host for s in status.values()),
         lanes=min(transport.lanes, lanes) if transport.lanes else lanes,
         staging_bytes=transport.staging_bytes,
         # shorter than the phase: the workers' errors, which name the missing one, must arrive first
         timeout_s=0.9 * fleet.config.deadlines.plan_s,
         key=Secret(fleet.ids.key()),
+        gpu_service=transport.service if gpu_of else "",
+        gpus=tuple(tuple(sorted(gpus[name])) for name in nodes) if gpu_of else (),
     )
+    return epoch, gpu_of
+
+
+def _service_on(turn: Turn, wanted: str, status: Mapping[str, NodeStatus]) -> str:
+    """Return a service that can run on all of these nodes: the wanted one, or else HOST_SERVICE.
+
+    Raises:
+        PlanError: neither can; names the nodes and their services.
+    """
+    lacking = {
+        service: [name for name, s in status.items() if s.services and service not in s.services]
+        for service in (wanted, HOST_SERVICE)
+    }
+    if not lacking[wanted]:
+        return wanted
+    if not lacking[HOST_SERVICE]:
+        turn.log("service-missing", service=wanted, nodes=", ".join(lacking[wanted]), instead=HOST_SERVICE)
+        return HOST_SERVICE
+    told = "; ".join(f"node {name}: {', '.join(status[name].services) or 'none'}" for name in sorted(status))
+    raise PlanError(
+        [
+            f"transport.service is {wanted!r}, which node {lacking[wanted][0]} cannot run, and neither {HOST_SERVICE} "
+            f"can run on all nodes ({told}); install one of the two on each (`refitctl doctor` says how)"
+        ]
+    )
+
+
+def _gpus_of(plan: LoadedPlan, membership: Membership) -> dict[int, str]:
+    """Return plan-wide rank -> GPU; {} unless GPUs of different nodes send and receive.
+
+    Only ranks whose arenas are all on one GPU count: the lanes move the rows of other ranks.
+    """
+    sends, receives = dict[int, str](), dict[int, str]()
+    for member in membership.members():
+        rank, gpu = plan.members.get(member.id, -1), member.added.device
+        if gpu and rank in plan.senders:
+            sends[rank] = gpu
+        elif gpu and rank >= 0 and member.added.role == "target":
+            receives[rank] = gpu
+    node_of = plan.routed.node_of
+    both = sends | receives
+    return both if sends and receives and len({node_of[rank] for rank in both}) > 1 else {}
 
 
 def _using(turn: Turn, plan: str, epoch: str, node: str) -> list[tuple[Running, LoadedPlan]]:
@@ -309,8 +377,9 @@ def relay(turn: Turn, origin: str, message: sidecar.LaneValue) -> None:
     states = turn.fleet.models.values()
     plans = [s.plan for s in states] + [s.running.plan for s in states if s.running]
     epochs = (plan.epoch for plan in plans if plan is not None)
-    epoch = next((epoch for epoch in epochs if epoch is not None and epoch.id == message.epoch), None)
-    if epoch is not None and origin in epoch.nodes and message.lane < epoch.lanes:
+    group = message.epoch
+    epoch = next((epoch for epoch in epochs if epoch is not None and group in (epoch.id, epoch.gpu_group)), None)
+    if epoch is not None and origin in epoch.nodes and (message.lane < epoch.lanes or group == epoch.gpu_group):
         for node in epoch.nodes:
             if node != origin:
                 turn.to_node(node, message)

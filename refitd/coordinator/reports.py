@@ -17,6 +17,7 @@ from refitd.coordinator.plans import LoadedPlan, Routed
 from refitd.plan.cost import Cables, Traffic, loads_of
 from refitd.plan.relays import Relays
 from refitd.protocol.base import PROTOCOL_VERSION, Message, clipped
+from refitd.protocol.cluster import EpochPlan
 from refitd.protocol.plan_reports import (
     CableTraffic,
     DescribedMember,
@@ -261,7 +262,7 @@ def _links(state: ModelState, service: str) -> list[LinkStatus]:
             model=state.membership.name,
             source=source,
             target=target,
-            service=epoch.service if epoch is not None else service,
+            service=_service_of(epoch, source, target) if epoch is not None else service,
             lanes=epoch.lanes if epoch is not None else 0,
             bytes=nbytes,
             state=LinkState.UP if is_up else LinkState.DOWN,
@@ -269,6 +270,12 @@ def _links(state: ModelState, service: str) -> list[LinkStatus]:
         )
         for (source, target), nbytes in plan.routed.links.by_nodes().items()
     ]
+
+
+def _service_of(epoch: EpochPlan, source: str, target: str) -> str:
+    """Return the service from one node to another: the GPUs' if both have GPUs that take part."""
+    gpus = dict(zip(epoch.nodes, epoch.gpus, strict=False))
+    return epoch.gpu_service if gpus.get(source) and gpus.get(target) else epoch.service
 
 
 def _model_status(state: ModelState, fleet: Fleet) -> ModelStatus:

@@ -235,14 +235,12 @@ def join(epoch: Epoch) -> NcclService:
     device = torch.device(epoch.device)
     if device.type != "cuda":
         raise ConfigError(f"{epoch.labels[epoch.index]}: NCCL needs a CUDA device, this worker has {epoch.device!r}")
-    from torch._C._distributed_c10d import ProcessGroupNCCL  # missing in a torch without CUDA
-
     deadline = Deadline.after(epoch.timeout)
     store = MailboxStore(epoch, deadline)
 
     def meet() -> NcclService:
         # wait for all workers first: making the communicator cannot be interrupted
-        torch.cuda.set_device(device)
+        _current(device)
         store.set(f"come/{epoch.index}", b"1")
         store.wait([f"come/{index}" for index in range(epoch.size)])
         options = ProcessGroupNCCL.Options()
@@ -264,7 +262,9 @@ def join(epoch: Epoch) -> NcclService:
         service._store = store  # torch's heartbeat thread calls it as long as the group lives
         return service
 
-    torch.cuda.set_device(device)
+    device = _current(device)
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # missing in a torch without CUDA
+
     try:
         return bounded(meet, deadline, f"{epoch.labels[epoch.index]}: meeting {', '.join(epoch.labels)} over NCCL")
     except RuntimeError as exc:
@@ -275,6 +275,12 @@ def join(epoch: Epoch) -> NcclService:
             f"{epoch.labels[epoch.index]} cannot meet {', '.join(epoch.labels)} over NCCL: {what}; "
             "NCCL_DEBUG=WARN makes it say more"
         ) from exc
+
+
+def _current(device: torch.device) -> torch.device:
+    """Make a GPU the current one of this thread, and return it."""
+    torch.cuda.set_device(device)
+    return device
 
 
 def _backend(group: Any, device: torch.device) -> Any:

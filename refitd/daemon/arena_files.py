@@ -193,7 +193,7 @@ class ArenaFiles:
 
     def make(self, asked: MakeArenas) -> None:
         """Make arenas on a thread; `collect` feeds the result."""
-        wanted, held, device, workers = asked.wanted, asked.held, asked.device, self._config.node.workers
+        wanted, held, device, workers = asked.wanted, asked.held, asked.device, self._state.workers
         self._work.submit(
             asked.ticket,
             f"{capacity.named(wanted)}: {sum(nbytes for nbytes, _ in wanted)} bytes",

@@ -34,8 +34,8 @@ class WorkerArenas:
     def add(self, effects: Effects, arena: int, nbytes: int, device: str, *, write: bool) -> None:
         """Map a new arena in the workers; `device` is "" for main memory."""
         self._known[arena] = _KnownArena(nbytes, write, device)
-        if device and device not in self._homes:
-            self._homes[device] = len(self._homes) % self._workers
+        if device:
+            self.home(device)
         for worker in range(self._workers):
             if self._belongs(arena, worker):
                 self._map(effects, worker, arena)
@@ -73,6 +73,10 @@ class WorkerArenas:
     def doubt(self, worker: int, arena: int) -> None:
         """Treat an arena as not mapped, because sending or mapping failed; the next job maps it again."""
         self._mapped[worker].discard(arena)
+
+    def home(self, device: str) -> int:
+        """Return the worker of a GPU."""
+        return self._homes.setdefault(device, len(self._homes) % self._workers)
 
     def homes(self, arenas: set[int]) -> dict[int, int]:
         """Return arena -> worker of its GPU, for the given arenas; arenas in main memory are omitted."""
@@ -275,17 +279,35 @@ COLD_PATIENCE_TICKS = 20
 WARM_UP_TICKS = 5
 
 
+def gpu_seats(epoch: cluster.EpochPlan) -> dict[tuple[int, str], int]:
+    """Return (position of a node, GPU) -> position in the epoch's group of GPUs."""
+    seats = [(node, gpu) for node, gpus in enumerate(epoch.gpus) for gpu in gpus]
+    return {seat: position for position, seat in enumerate(seats)}
+
+
 @dataclass(slots=True)
-class _Joined:
-    """An epoch that the first `lanes` workers of this node have joined or are joining."""
+class _Group:
+    """Workers of this node that have joined an epoch, or are joining: all of its lanes, or its GPUs."""
 
     plan: str
     epoch: cluster.EpochPlan
-    waiting: set[int]
-    members: set[int] = field(default_factory=set)
+    name: str  # the epoch's id, or its gpu_group
+    service: str
+    joins: dict[int, sidecar.JoinEpoch]  # by worker
+    waiting: set[int] = field(init=False)
+    members: set[int] = field(init=False)
     left: dict[int, list[sidecar.LaneValue]] = field(
         default_factory=dict
     )  # values for workers that have not joined yet
+
+    def __post_init__(self) -> None:
+        self.waiting, self.members = set(self.joins), set(self.joins)
+
+    def give(self, effects: Effects, worker: int, value: sidecar.LaneValue) -> None:
+        """Give a member a peer's value."""
+        if worker in self.waiting:
+            self.left.setdefault(worker, []).append(value)
+        effects.order(worker, value)
 
 
 class LocalEpochs:
@@ -295,49 +317,80 @@ class LocalEpochs:
         self,
         node: str,
         address: str,
+        maps: WorkerArenas,
         *,
         workers: int = 0,
         warms: str = "",
     ) -> None:
         """`warms` is the service that the `workers` load soon after their start; "": they load it on first use."""
-        self._node, self._address = node, address
+        self._node, self._address, self._maps = node, address, maps
         self._warms = warms
         self._warm_in = dict.fromkeys(range(workers if warms else 0), WARM_UP_TICKS)  # ticks, by worker
-        self._epochs: dict[str, _Joined] = {}
+        self._groups: dict[str, _Group] = {}  # by name
         self._warm: set[int] = set()  # workers that have joined an epoch, or tried to
-        self._late: dict[tuple[int, str], int] = {}  # (worker, abandoned epoch that it was joining) -> ticks
+        self._late: dict[tuple[int, str], int] = {}  # (worker, abandoned group that it was joining) -> ticks
+
+    def gpu_workers(self, epoch: cluster.EpochPlan) -> dict[int, tuple[int, str]]:
+        """Return, for each worker of this node whose GPU takes part, (position of the GPU in the epoch, GPU).
+
+        Raises:
+            ValueError: two GPUs have one worker.
+        """
+        me, found = epoch.nodes.index(self._node), dict[int, tuple[int, str]]()
+        for (node, gpu), position in gpu_seats(epoch).items():
+            if node == me and (worker := self._maps.home(gpu)) in found:
+                raise ValueError(
+                    f"{found[worker][1]} and {gpu} share worker {worker} of node {self._node}, and {epoch.gpu_service} "
+                    f"needs one for each GPU; set node.workers to the number of GPUs"
+                )
+            if node == me:
+                found[worker] = position, gpu
+        return found
 
     def join(self, effects: Effects, plan: str, epoch: cluster.EpochPlan) -> None:
-        """Have the worker of every lane join its peers."""
-        lanes = set(range(epoch.lanes))
-        self._epochs[epoch.id] = _Joined(plan, epoch, set(lanes), lanes)
-        for lane in sorted(lanes):
-            self._send_in(effects, lane, epoch)
+        """Have the worker of every lane join its peers, and after them the workers of the GPUs."""
+        places = list(zip(epoch.nodes, epoch.hosts, strict=True))
+        index = epoch.nodes.index(self._node)
+        joins = {
+            lane: self._join(
+                epoch, epoch.id, index, tuple(f"worker {lane} on node {node} (host {host})" for node, host in places)
+            )
+            for lane in range(epoch.lanes)
+        }
+        groups = [_Group(plan, epoch, epoch.id, epoch.service, joins)]
+        if mine := self.gpu_workers(epoch):
+            name, at = epoch.gpu_group, gpu_seats(epoch)
+            labels = tuple(f"{gpu} on node {places[node][0]} (host {places[node][1]})" for node, gpu in at)
+            joins = {worker: self._join(epoch, name, seat, labels, gpu) for worker, (seat, gpu) in mine.items()}
+            groups.append(_Group(plan, epoch, name, epoch.gpu_service, joins))
+        for group in groups:
+            self._groups[group.name] = group
+            for worker in sorted(group.joins):
+                effects.order(worker, group.joins[worker])
 
-    def _send_in(self, effects: Effects, lane: int, epoch: cluster.EpochPlan) -> None:
-        labels = tuple(
-            f"worker {lane} on node {node} (host {host})" for node, host in zip(epoch.nodes, epoch.hosts, strict=True)
-        )
-        message = sidecar.JoinEpoch(
-            epoch=epoch.id,
-            service=epoch.service,
-            index=epoch.nodes.index(self._node),
+    def _join(
+        self, epoch: cluster.EpochPlan, group: str, index: int, labels: tuple[str, ...], gpu: str = ""
+    ) -> sidecar.JoinEpoch:
+        return sidecar.JoinEpoch(
+            epoch=group,
+            service=epoch.gpu_service if gpu else epoch.service,
+            index=index,
             labels=labels,
             address=self._address,
             staging_bytes=epoch.staging_bytes,
             timeout_s=epoch.timeout_s,
             key=epoch.key,
+            device=gpu,
         )
-        effects.order(lane, message)
 
     def leave(self, effects: Effects, epoch: str) -> None:
         """Have the workers leave an epoch and close its connections."""
-        joined = self._epochs.pop(epoch, None)
-        if joined is not None:
-            for lane in sorted(joined.members):
-                effects.order(lane, sidecar.LeaveEpoch(epoch=epoch))
-                if lane in joined.waiting:
-                    self._late[lane, epoch] = 0
+        for group in [group for group in self._groups.values() if group.epoch.id == epoch]:
+            del self._groups[group.name]
+            for worker in sorted(group.members):
+                effects.order(worker, sidecar.LeaveEpoch(epoch=group.name))
+                if worker in group.waiting:
+                    self._late[worker, group.name] = 0
 
     def tick(self, effects: Effects) -> list[tuple[int, str]]:
         """Return the workers that did not leave an abandoned epoch in time, with the reason; start due warm-ups."""
@@ -361,33 +414,37 @@ class LocalEpochs:
             self._late |= dict.fromkeys([key for key in self._late if key[0] == worker], 0)
         if not isinstance(message, sidecar.LaneValue):
             self._late.pop((worker, message.epoch), None)
-        joined = self._epochs.get(message.epoch)
-        if joined is None:
+        group = self._groups.get(message.epoch)
+        if group is None:
             return None
         match message:
             case sidecar.LaneValue(epoch, key, value):
                 effects.say(sidecar.LaneValue(epoch=epoch, lane=worker, key=key, value=value))
+                if epoch != group.epoch.id:  # GPUs of one node meet each other too
+                    for other in sorted(group.members - {worker}):
+                        group.give(effects, other, message)
             case sidecar.EpochJoined(reason=""):
-                joined.waiting.discard(worker)
-                joined.left.pop(worker, None)
-                if not joined.waiting:
-                    effects.log("epoch", epoch=joined.epoch.id, plan=joined.plan, lanes=joined.epoch.lanes)
-                    return joined.plan, joined.epoch.id
-            case sidecar.EpochJoined(epoch, reason):
-                joined.waiting.discard(worker)
-                where = f"worker {worker} on node {self._node}"
-                effects.log("epoch-failed", epoch=epoch, where=where, reason=reason)
-                effects.say(cluster.PlanLoaded(plan=joined.plan, epoch=epoch, where=where, reason=reason))
+                group.waiting.discard(worker)
+                group.left.pop(worker, None)
+                plan, formed = group.plan, group.epoch
+                if not any(other.waiting for other in self._groups.values() if other.epoch.id == formed.id):
+                    effects.log("epoch", epoch=formed.id, plan=plan, lanes=formed.lanes, gpus=len(gpu_seats(formed)))
+                    return plan, formed.id
+            case sidecar.EpochJoined(reason=reason):
+                group.waiting.discard(worker)
+                where, failed = f"worker {worker} on node {self._node}", group.epoch.id
+                effects.log("epoch-failed", epoch=message.epoch, where=where, reason=reason)
+                effects.say(cluster.PlanLoaded(plan=group.plan, epoch=failed, where=where, reason=reason))
         return None
 
     def value(self, effects: Effects, message: sidecar.LaneValue) -> None:
-        """Forward a peer's value to the worker of its lane."""
-        joined = self._epochs.get(message.epoch)
-        if joined is not None and message.lane in joined.members:
-            value = sidecar.LaneValue(epoch=message.epoch, key=message.key, value=message.value)
-            if message.lane in joined.waiting:
-                joined.left.setdefault(message.lane, []).append(value)
-            effects.order(message.lane, value)
+        """Forward a peer's value to the worker of its lane, or to the workers of all GPUs."""
+        group = self._groups.get(message.epoch)
+        if group is None:
+            return
+        value = sidecar.LaneValue(epoch=message.epoch, key=message.key, value=message.value)
+        for worker in sorted(group.members & {message.lane} if group.name == group.epoch.id else group.members):
+            group.give(effects, worker, value)
 
     def worker_gone(self, effects: Effects, worker: int, who: str, how: str) -> None:
         """End the epochs of a worker that died or was replaced, on every node.
@@ -399,16 +456,19 @@ class LocalEpochs:
         was_stuck = any(late == worker for late, _ in self._late)
         self._warm.discard(worker)
         self._late = {key: ticks for key, ticks in self._late.items() if key[0] != worker}
-        for id_, joined in list(self._epochs.items()):
-            if was_stuck and worker in joined.waiting:
-                self._send_in(effects, worker, joined.epoch)
-                for value in joined.left.get(worker, ()):
+        mine = [group for group in self._groups.values() if worker in group.members]
+        ended = {group.epoch.id: group.plan for group in mine if not (was_stuck and worker in group.waiting)}
+        for group in mine:
+            if group.epoch.id not in ended:
+                effects.order(worker, group.joins[worker])
+                for value in group.left.get(worker, ()):
                     effects.order(worker, value)
-            elif worker in joined.members:
-                services.add(joined.epoch.service)
-                joined.members.discard(worker)
-                self.leave(effects, id_)
-                effects.say(cluster.PlanLoaded(plan=joined.plan, epoch=id_, where=who, reason=how))
+            else:
+                services.add(group.service)
+                group.members.discard(worker)
+        for epoch, plan in ended.items():
+            self.leave(effects, epoch)
+            effects.say(cluster.PlanLoaded(plan=plan, epoch=epoch, where=who, reason=how))
         if self._warms and not services:  # after a delay: its predecessor's unfinished jobs come first
             self._warm_in[worker] = WARM_UP_TICKS
         for service in sorted(services):  # the next epoch will need the successor

@@ -17,6 +17,7 @@ import zmq
 
 from refitd import service
 from refitd.buffers import capacity
+from refitd.buffers.cuda import visible_devices
 from refitd.buffers.permits import PAGE_ARENA, PermitPage
 from refitd.config import Config
 from refitd.copy_services.registry import installed
@@ -73,6 +74,7 @@ class DaemonShell:
         self._config = config
         # check these before binding: a refusal must not leave sockets behind
         services, address = _services(config.transport.service), reachable_address(config)
+        workers = _workers_of(config)
         self._monitor = opened(config.metrics.address, partial(_monitor, config), log)
         self._poller = zmq.Poller()
         self._users = node_users(config)
@@ -81,7 +83,7 @@ class DaemonShell:
             config.node_name,
             socket.gethostname(),
             os.getpid(),
-            config.node.workers,
+            workers,
             config.node.max_arena_bytes,
             address,
             services,
@@ -112,7 +114,7 @@ class DaemonShell:
         self._watch(self._made_r, select.POLLIN)
         self._plans = OrderedDecoder[tuple[int, cluster.CoordinatorMessage]]("refitd-plans", self._told)
         self._problems: tuple[str, ...] = ()
-        self._workers = Workers(config.node.workers, self._watch)
+        self._workers = Workers(workers, self._watch)
 
     def serve(self, stop: list[int], wakeup: int, coordinator: CoordinatorProcess | None, ready_fd: int | None) -> None:
         """Run until `stop` contains a signal number; write to `ready_fd` once clients can work."""
@@ -418,12 +420,24 @@ def _services(needed: str) -> tuple[str, ...]:
     """Return the copy services that can run here.
 
     Raises:
-        ConfigError: `needed` cannot cross nodes, or cannot run here; the error names the packages to install.
+        ConfigError: `needed` cannot cross nodes, or cannot run here; names what is missing, and the services that can.
     """
     registry = installed()
-    if registry.find(needed).join is None:
-        raise ConfigError(f"transport.service {needed!r} does not cross nodes; use gloo, nixl, or nccl between GPUs")
-    return tuple(backend.name for backend in registry if not backend.missing())
+    able = tuple(backend.name for backend in registry if not backend.missing())
+    between = ", ".join(backend.name for backend in registry if backend.join is not None and backend.name in able)
+    here = f"services between nodes that can run here: {between or 'none'}; set transport.service to one of them"
+    try:
+        backend = registry.find(needed)
+    except ConfigError as exc:
+        raise ConfigError(f"transport.service {needed!r}: {exc}; {here}") from None
+    if backend.join is None:
+        raise ConfigError(f"transport.service {needed!r} does not cross nodes; {here}")
+    return able
+
+
+def _workers_of(config: Config) -> int:
+    """Return the number of workers: as configured, and at least one for each GPU, since a GPU's arenas share one."""
+    return max(config.node.workers, visible_devices())
 
 
 def run(config: Config, coordinator: CoordinatorProcess | None, ready_fd: int | None) -> int:

@@ -16,7 +16,7 @@ from refitd.addressing.between_nodes import NodeTransfers, node_transfers
 from refitd.addressing.copies import constant_bytes
 from refitd.daemon.arenas import LocalArenas
 from refitd.daemon.effects import Constants, Effects, WantedArenas
-from refitd.daemon.jobs import JobTable, LocalEpochs
+from refitd.daemon.jobs import JobTable, LocalEpochs, gpu_seats
 from refitd.errors import ArenaError, ProtocolError
 from refitd.plan.table import CopyTable, CrossingTable, FillTable, PlanTable, Uses, assembled
 from refitd.protocol import cluster
@@ -52,6 +52,7 @@ class NodeTables:
     onward: CopyTable | None
     epoch: EpochPlan | None
     position: dict[int, int]  # plan-wide rank -> position of its node in the epoch, -1 if that is not in it
+    gpu: dict[int, int]  # plan-wide rank -> position of its GPU in the epoch, if it is on one
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ def _tables(
             raise ValueError(f"plan {plan}: uses of plan parts name members that their share does not have")
         uses[name] = columns | {"ranks": ranks[at].tobytes()}
     place = {} if epoch is None else {node: i for i, node in enumerate(epoch.nodes)}
-    positions = (place.get(share.nodes[at], -1) for at in share.at)
+    positions = [place.get(share.nodes[at], -1) for at in share.at]
     fills = _table(FillTable, plan, uses.get("fills", {}), parts)
     onward = _table(CopyTable, plan, uses.get("onward", {}), parts)
     return NodeTables(
@@ -157,7 +158,27 @@ def _tables(
         onward if len(onward) else None,
         epoch,
         dict(zip(numbers.ranks, positions, strict=False)),  # none without an epoch
+        _gpus(plan, share, numbers, epoch, positions),
     )
+
+
+def _gpus(
+    plan: str, share: NodeShare, numbers: ShareRanks, epoch: EpochPlan | None, positions: Sequence[int]
+) -> dict[int, int]:
+    """Return plan-wide rank -> position of its GPU among the epoch's; raises ValueError for a GPU that is not there."""
+    if epoch is None or not epoch.gpu_service or not share.on:
+        return {}
+    if max(share.on) >= len(share.gpus) or len(share.on) != len(positions):
+        raise ValueError(f"plan {plan}: its share names a GPU that it does not have")
+    seats = gpu_seats(epoch)
+    found = {
+        rank: seats.get((node, share.gpus[gpu]), -1)
+        for rank, node, gpu in zip(numbers.ranks, positions, share.on, strict=True)
+        if share.gpus[gpu]
+    }
+    if -1 in found.values():
+        raise ValueError(f"plan {plan}: a rank is on a GPU that epoch {epoch.id} does not have")
+    return found
 
 
 def _table(kind: type[T], plan: str, wire: dict[str, bytes], parts: Sequence[PlanPart]) -> T:
@@ -178,8 +199,14 @@ def _epoch(epoch: EpochPlan | None, parts: Sequence[EpochPart]) -> EpochPlan | N
     if epoch is None or not parts:
         return epoch
     hosts = {node: host for part in parts for node, host in zip(part.nodes, part.hosts, strict=True)}
+    gpus = {node: on for part in parts if part.gpus for node, on in zip(part.nodes, part.gpus, strict=True)}
     nodes = sorted(hosts)
-    return msgspec.structs.replace(epoch, nodes=tuple(nodes), hosts=tuple(hosts[node] for node in nodes))
+    return msgspec.structs.replace(
+        epoch,
+        nodes=tuple(nodes),
+        hosts=tuple(hosts[node] for node in nodes),
+        gpus=tuple(gpus.get(node, ()) for node in nodes),
+    )
 
 
 @dataclass(frozen=True)
@@ -250,6 +277,7 @@ class OuterTransfers:
     rows: NodeTransfers
     index: int  # this node's position in the epoch
     epoch: cluster.EpochPlan
+    gpus: Mapping[int, int] = field(default_factory=dict)  # position of each GPU of this node -> its worker
 
     def sent_ranks(self) -> set[int]:
         """Return the plan-wide ranks on this node that send their own data to other nodes; relays are not counted."""
@@ -361,7 +389,9 @@ class LocalPlans:
         used = {*np.unique(table.src_rank).tolist(), *np.unique(table.dst_rank).tolist()}
         if not all(0 <= node_of.get(rank, -1) < len(epoch.nodes) for rank in used):
             raise ValueError("a crossing row names a rank whose node is not in the epoch")
-        return OuterTransfers(node_transfers(table, node_of, epoch.lanes), epoch.nodes.index(self._node), epoch)
+        rows = node_transfers(table, node_of, epoch.lanes, found.gpu)
+        gpus = {seat: worker for worker, (seat, _) in self._epochs.gpu_workers(epoch).items()}
+        return OuterTransfers(rows, epoch.nodes.index(self._node), epoch, gpus)
 
     def _plan_refused(self, effects: Effects, plan: str, epoch: str, reason: str) -> None:
         effects.log("bad-plan", plan=plan, reason=reason)

@@ -417,7 +417,7 @@ class LocalRegistrations:
         is_question: bool = False,
     ) -> None:
         """Announce a rank to the coordinator; send its description too, unless sent before."""
-        shard = structs.replace(_shard_of(member), is_question=is_question)
+        shard = structs.replace(_shard_of(member, self._arenas), is_question=is_question)
         r = member.registration
         known = r.digest in self._described
         if not known and self._link.is_up:
@@ -455,7 +455,7 @@ class LocalRegistrations:
         )
 
 
-def _shard_of(member: LocalMember) -> cluster.AddShard:
+def _shard_of(member: LocalMember, arenas: Mapping[int, Arena]) -> cluster.AddShard:
     registration, source = member.registration, member.source
     r, figures = registration.request, registration.figures
     return cluster.AddShard(
@@ -490,7 +490,15 @@ def _shard_of(member: LocalMember) -> cluster.AddShard:
         run=member.state.run if source is None else source.run,
         newest=source.newest if source is not None and source.newest >= 0 else None,
         origin=r.origin if isinstance(r, local.RegisterSource) else "",
+        device=_gpu_of(member, arenas),
         staged_version=member.state.next if member.state.step.is_staged else None,
         staged_run=member.state.next_run if member.state.step.is_staged else "",
         committing=member.state.step is Step.COMMITTING,
     )
+
+
+def _gpu_of(member: LocalMember, arenas: Mapping[int, Arena]) -> str:
+    """Return the GPU that holds all arenas of a rank; "" if one is in main memory, or they are on several GPUs."""
+    mine = {*member.arenas(), *member.registration.live.arenas()}
+    (found, *others) = {arenas[arena].device for arena in mine if arena in arenas} or {""}
+    return "" if others else found

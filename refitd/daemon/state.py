@@ -58,7 +58,7 @@ class DaemonState:
         self.timeline = Timeline(self.jobs, self.members, self.worker_pids, self.clock)
         self.retained = RetainedTargets(keep_targets_s)
         self.arenas = LocalArenas(node, max_arena_bytes, self.sessions, self.retained, self.jobs, self.maps)
-        self.epochs = LocalEpochs(node, address, workers=workers, warms=warms)
+        self.epochs = LocalEpochs(node, address, self.maps, workers=workers, warms=warms)
         self.plans = LocalPlans(node, workers, self.jobs, self.epochs, self.arenas)
         self.commits = Commits(self.members, self.arenas)
         self.digests = DigestQueue(node, workers, self.maps)

@@ -148,6 +148,14 @@ class LocalSwaps:
                 for lane in range(epoch.lanes)
             ]
 
+        def gpu_shares() -> list[WorkerShare]:
+            assert outer is not None
+            epoch, reads, writes = outer.epoch, sources(), destinations()
+            return [
+                WorkerShare(worker, transfers_of(outer.rows, seat, epoch.lanes, reads, writes), epoch.gpu_group)
+                for seat, worker in outer.gpus.items()
+            ]
+
         effects.log("swap", swap=swap, version=version, phase="stage", plan=plan_id)
         purpose = _Staging(swap)
         try:
@@ -161,6 +169,10 @@ class LocalSwaps:
                 shares = () if self._jobs.has(key) else crossing_shares()
                 limit_s = message.timeout_s
                 runs += self._jobs.start(effects, key, shares, purpose, verify=verify, timeout_s=limit_s, bases=bases)
+                if outer.gpus:  # after the lanes on every node: a worker of both must not wait for itself
+                    key = ("stage", plan_id, outer.epoch.gpu_group, *places_key)
+                    shares = () if self._jobs.has(key) else gpu_shares()
+                    runs += self._jobs.start(effects, key, shares, purpose, verify=verify, timeout_s=limit_s)
         except (KeyError, ValueError) as exc:
             self._stage_failed(
                 effects, swap, f"node {self._node}", f"the plan does not fit the tensors registered here: {exc}"

@@ -140,6 +140,7 @@ class AddShard(Message, frozen=True, omit_defaults=True):
     controlled: bool = False  # target: it commits only when the replica's controller calls for it
     is_question: bool = False  # only check whether it would be accepted
     origin: Label = ""  # source: identifies the checkpoint if it publishes a part of one
+    device: Label = ""  # the GPU of all its arenas (refitd.buffers.cuda.name_of); "": some are in main memory
     shares: tuple[SharedTensor, ...] = ()  # target: tensors that versions of another model write
 
 
@@ -241,7 +242,11 @@ class LiveIs(Message, frozen=True):
 
 
 class EpochPlan(Value, frozen=True):
-    """The workers that exchange bytes between nodes. Worker i of each node is in lane i, at its node's position."""
+    """The workers that exchange bytes between nodes. Worker i of each node is in lane i, at its node's position.
+
+    With a `gpu_service`, the workers of all `gpus` form one group more, over that service: its positions are the GPUs
+    of the first node, in order, then those of the next node. It moves the rows whose both ends are on GPUs.
+    """
 
     id: Name
     service: Name
@@ -251,6 +256,13 @@ class EpochPlan(Value, frozen=True):
     staging_bytes: Count  # per worker
     timeout_s: Seconds  # to join
     key: Secret  # authenticates the epoch's workers to each other
+    gpu_service: Label = ""  # "": the lanes move all rows
+    gpus: tuple[tuple[Label, ...], ...] = ()  # of each node, with gpu_service
+
+    @property
+    def gpu_group(self) -> str:
+        """The name of the GPUs' group, in the place of the epoch's id, in messages to and from its workers."""
+        return f"{self.id}/gpus"
 
 
 class PlanPart(Value, frozen=True):
@@ -264,6 +276,7 @@ class EpochPart(Value, frozen=True):
 
     nodes: tuple[Name, ...]
     hosts: tuple[Label, ...]
+    gpus: tuple[tuple[Label, ...], ...] = ()
 
 
 class NodeShare(Value, frozen=True):
@@ -278,7 +291,8 @@ class NodeShare(Value, frozen=True):
 
     For each table `uses` lists the `parts` that it consists of, and their ranks (refitd.plan.table.Uses.to_wire()) as
     positions in `members`. `parts` are digests of PlanPart values. `seeds` are the positions of targets that are read,
-    not written. If bytes cross between nodes, member i is on nodes[at[i]].
+    not written. If bytes cross between nodes, member i is on nodes[at[i]]. If some of them cross between GPUs, its
+    arenas are on gpus[on[i]]; "" is main memory.
     """
 
     members: tuple[Name, ...]
@@ -287,6 +301,8 @@ class NodeShare(Value, frozen=True):
     seeds: tuple[Small, ...]
     uses: dict[str, dict[str, bytes]]
     parts: tuple[Name, ...]
+    gpus: tuple[Label, ...] = ()
+    on: tuple[Small, ...] = ()
 
 
 class ShareRanks(Value, frozen=True):

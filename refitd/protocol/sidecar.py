@@ -36,6 +36,7 @@ class JoinEpoch(Message, frozen=True):
     staging_bytes: Count
     timeout_s: Seconds
     key: Secret
+    device: Label = ""  # the GPU whose memory the service moves (refitd.buffers.cuda.name_of); "": main memory
 
 
 class LaneValue(Message, frozen=True):

@@ -48,6 +48,7 @@ class Exchanges:
 
         Raises:
             ConfigError: the service cannot run here.
+            ArenaError: this worker does not see the epoch's GPU.
             DeadlineExceeded: this worker was not ready in time, or a peer did not join.
             TransportError: the workers could not connect; names the missing workers.
         """
@@ -55,6 +56,7 @@ class Exchanges:
         if join is None:
             raise ConfigError(f"copy service {message.service!r} does not cross nodes; set transport.service")
         started = time.monotonic()
+        device = _torch_name(message.device)
         torch_with_one_thread()
         spent = time.monotonic() - started
         left = message.timeout_s - spent
@@ -74,6 +76,7 @@ class Exchanges:
             mailbox=mailbox,
             timeout=left,
             key=message.key.data,
+            device=device,
         )
         try:
             self._services[message.epoch] = join(epoch)
@@ -115,6 +118,15 @@ class Exchanges:
             raise
         gpus = sorted({arena.device for arena in on_gpus.values()})
         return ExchangeJob(service, service.hold(), rows, pieces, self._arenas, gpus)
+
+
+def _torch_name(gpu: str) -> str:
+    """Return torch's name of a GPU in this process; "" is main memory."""
+    if not gpu:
+        return "cpu"
+    from refitd.buffers.cuda import index_of
+
+    return f"cuda:{index_of(gpu)}"
 
 
 class ExchangeJob(PreparedJob):

@@ -176,7 +176,8 @@ def test_a_worker_that_does_not_come_to_the_epoch_is_named_and_the_next_swap_wor
 
 @pytest.mark.parametrize(
     ("service", "said"),
-    [("shm", "does not cross nodes"), ("carrier-pigeon", "unknown copy service 'carrier-pigeon'"), ("nvshmem", "pip")],
+    [("shm", "does not cross nodes"), ("carrier-pigeon", "unknown copy service 'carrier-pigeon'"), ("nvshmem", "pip")]
+    + [(name, "services between nodes that can run here: gloo") for name in ("nccl", "carrier-pigeon")],
 )
 def test_a_service_that_cannot_run_is_refused_at_start(
     start_daemon: Callable[..., Daemon], service: str, said: str

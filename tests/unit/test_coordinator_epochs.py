@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from refitd import ParameterMetadata
+from refitd.config import Config, TransportConfig
 from refitd.daemon.plans import KeptParts, Missing
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.codec import digest_of, pack
@@ -193,3 +194,32 @@ def test_an_aborted_swap_ends_the_epoch_of_the_plan_that_is_kept_for_the_next_on
     (again,) = {m.plan: m for m in asked if isinstance(m, cluster.LoadPlan)}.values()
     assert again.plan == whole.plan != catch_up.plan
     assert again.epoch is not None and whole.epoch is not None and again.epoch.id != whole.epoch.id
+
+
+@pytest.mark.parametrize(
+    ("service", "on", "formed"),
+    [
+        ("nccl", ("GPU-a", "GPU-b"), ("gloo", "nccl", (("GPU-a",), ("GPU-b",)))),
+        ("nccl", ("GPU-a", ""), ("gloo", "", ())),
+        ("gloo", ("GPU-a", "GPU-b"), ("gloo", "", ())),
+    ],
+)
+def test_gpus_that_send_and_receive_form_a_group_over_the_service_between_gpus(
+    service: str, on: tuple[str, str], formed: tuple[str, str, tuple[tuple[str, ...], ...]]
+) -> None:
+    h = Harness(Config(transport=TransportConfig(service=service))).join("n0", workers=(1, 2))
+    h.join("n1", pid=11, workers=(4, 5))
+    h.add("src", device=on[0])
+    h.add("a", node="n1", device=on[1])
+    h.say("n0", local.Publish(member="src", version=1))
+    h.say("n0", local.StartSwap("m"), request=2)
+    plan = next(m for node, _, m in h.sent if node == "n1" and isinstance(m, cluster.LoadPlan))
+    found = KeptParts().tables(plan)
+    assert not isinstance(found, Missing) and found.epoch is not None
+    epoch = found.epoch
+    assert (epoch.service, epoch.gpu_service, tuple(filter(None, epoch.gpus))) == (*formed[:2], formed[2])
+    assert found.gpu == ({0: 0, 1: 1} if formed[1] else {})
+    value = sidecar.LaneValue(epoch=epoch.gpu_group, lane=9, key="k", value=b"v")
+    h.sent.clear()
+    h.say("n0", value)
+    assert h.sent == [("n1", 0, value)]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from refitd.daemon import actions as act
+from refitd.daemon.effects import Effects, ToCoordinator, ToWorker
+from refitd.daemon.jobs import LocalEpochs, WorkerArenas
 from refitd.describe.metadata import Roster
 from refitd.protocol import cluster, local, sidecar
-from refitd.protocol.base import PROTOCOL_VERSION, Secret
+from refitd.protocol.base import PROTOCOL_VERSION, Message, Secret
 from refitd.protocol.shards import metadata_of
 from tests.support.daemon_harness import SHARD, SOURCE, Harness
 from tests.support.shares import load_of
@@ -105,3 +108,69 @@ def test_a_plan_that_does_not_fit_the_node_is_refused_with_a_reason() -> None:
     refused = h.to_coordinator[-1]
     assert isinstance(refused, cluster.PlanLoaded)
     assert (refused.plan, refused.epoch) == ("p", "e1") and "3 lanes" in refused.reason
+
+
+def gpu_epoch(*own: str) -> cluster.EpochPlan:
+    """An epoch of n0, with these GPUs, and n1, with two."""
+    return cluster.EpochPlan(
+        "e1",
+        "gloo",
+        ("n0", "n1"),
+        ("h", "h1"),
+        1,
+        1 << 20,
+        9.0,
+        Secret(bytes(32)),
+        gpu_service="nccl",
+        gpus=(own, ("GPU-a", "GPU-b")),
+    )
+
+
+def orders(out: Effects) -> list[tuple[int, Message]]:
+    found = [(effect.worker, effect.message) for effect in out if isinstance(effect, ToWorker)]
+    out.clear()
+    return found
+
+
+def test_the_workers_of_gpus_join_one_group_after_their_lanes_and_the_plan_waits_for_both() -> None:
+    out, maps = Effects(0.0), WorkerArenas(2)
+    for gpu in ("GPU-b", "GPU-a"):
+        maps.home(gpu)
+    epochs = LocalEpochs("n0", "127.0.0.1", maps)
+    epochs.join(out, "p", gpu_epoch("GPU-a", "GPU-b"))
+    joins = [(worker, message) for worker, message in orders(out) if isinstance(message, sidecar.JoinEpoch)]
+    assert [(worker, m.epoch, m.service, m.index, m.device) for worker, m in joins] == [
+        (0, "e1", "gloo", 0, ""),
+        (0, "e1/gpus", "nccl", 1, "GPU-b"),
+        (1, "e1/gpus", "nccl", 0, "GPU-a"),
+    ]
+    assert joins[1][1].labels[3] == "GPU-b on node n1 (host h1)"
+    # a value goes to the other GPUs of this node, and through the coordinator to the other nodes
+    value = sidecar.LaneValue(epoch="e1/gpus", key="k", value=b"v")
+    epochs.worker_said(out, 1, value)
+    said = [effect.message for effect in out if isinstance(effect, ToCoordinator)]
+    assert said == [structs.replace(value, lane=1)] and orders(out) == [(0, value)]
+    epochs.value(out, structs.replace(value, lane=7))
+    assert orders(out) == [(0, value), (1, value)]
+    told = [epochs.worker_said(out, w, sidecar.EpochJoined(epoch=name)) for w, name in ((0, "e1"), (0, "e1/gpus"))]
+    assert told == [None, None]
+    assert epochs.worker_said(out, 1, sidecar.EpochJoined(epoch="e1/gpus")) == ("p", "e1")
+    out.clear()
+    epochs.worker_gone(out, 1, "worker 1", "was killed")
+    assert [effect.message.epoch for effect in out if isinstance(effect, ToCoordinator)] == ["e1"]
+    left = [(worker, message.epoch) for worker, message in orders(out) if isinstance(message, sidecar.LeaveEpoch)]
+    assert left == [(0, "e1"), (0, "e1/gpus")]
+
+
+def test_a_node_without_a_gpu_in_the_epoch_has_only_lanes() -> None:
+    out = Effects(0.0)
+    epochs = LocalEpochs("n0", "127.0.0.1", WorkerArenas(2))
+    epochs.join(out, "p", gpu_epoch())
+    assert [message.epoch for _, message in orders(out) if isinstance(message, sidecar.JoinEpoch)] == ["e1"]
+    assert epochs.worker_said(out, 0, sidecar.EpochJoined(epoch="e1")) == ("p", "e1")
+
+
+def test_two_gpus_with_one_worker_are_refused_by_name() -> None:
+    epochs = LocalEpochs("n0", "127.0.0.1", WorkerArenas(1))
+    with pytest.raises(ValueError, match=r"GPU-a and GPU-b share worker 0 of node n0.*set node\.workers"):
+        epochs.gpu_workers(gpu_epoch("GPU-a", "GPU-b"))

@@ -111,6 +111,19 @@ def test_transfers_have_the_addresses_of_their_tensors(columns_to_two: CopyTable
     assert received.task_id.tolist() == sent.task_id.tolist() == columns_to_two.task_id.tolist()
 
 
+def test_rows_between_two_gpus_have_a_lane_in_which_gpus_are_peers(columns_to_two: CopyTable) -> None:
+    # rank 0 is on the only GPU of node 0, rank 2 on the second of node 1; rank 1 is in main memory
+    rows = node_transfers(crossing(columns_to_two), {0: 0, 1: 1, 2: 1}, 4, {0: 0, 2: 2})
+    held = by_rank({(0, "w"): LocalTensor(5, 0, (8, 6), (12, 2))})
+    wanted = by_rank({(rank, "w"): LocalTensor(10 + rank, 0, (8, 3), (6, 2)) for rank in (1, 2)})
+    sent, received = transfers_of(rows, 0, 4, held, {}), transfers_of(rows, 2, 4, {}, wanted)
+    assert (sent.peer.tolist(), sent.is_send.tolist(), sent.arena.tolist()) == ([2], [1], [5])
+    assert (received.peer.tolist(), received.is_send.tolist(), received.arena.tolist()) == ([0], [0], [12])
+    assert len(transfers_of(rows, 1, 4, {}, wanted)) == 0, "no row has an end on the first GPU of node 1"
+    in_lanes = [transfers_of(rows, 1, lane, {}, wanted) for lane in range(4)]
+    assert [(t.peer.tolist(), t.arena.tolist()) for t in in_lanes if len(t)] == [([0], [11])]
+
+
 def test_the_sender_converts_and_both_ends_count_what_travels() -> None:
     found = rosters(
         [{0: meta("w", (4, 5), 0, dtype="float32", element_size=4)}], [{1: meta("w", (4, 5), 1, cast_from="float32")}]

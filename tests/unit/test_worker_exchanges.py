@@ -20,7 +20,7 @@ from refitd.copy_services import Backend, Capabilities, Epoch
 from refitd.copy_services.registry import Registry, installed
 from refitd.daemon.actions import ToCoordinator, ToWorker
 from refitd.daemon.effects import Effects
-from refitd.daemon.jobs import COLD_PATIENCE_TICKS, PATIENCE_TICKS, WARM_UP_TICKS, LocalEpochs
+from refitd.daemon.jobs import COLD_PATIENCE_TICKS, PATIENCE_TICKS, WARM_UP_TICKS, LocalEpochs, WorkerArenas
 from refitd.errors import DeadlineExceeded, PeerLost, TransportError
 from refitd.protocol import cluster, sidecar
 from refitd.protocol.base import Secret
@@ -225,7 +225,7 @@ def test_a_worker_leaves_an_epoch_that_was_given_up_before_it_came_to_it(
 
 def stuck_after(ticks: int, *said: sidecar.LaneValue | sidecar.EpochJoined, is_warm: bool = True) -> list[int]:
     out = Effects(0.0)
-    epochs = LocalEpochs("n0", "127.0.0.1")
+    epochs = LocalEpochs("n0", "127.0.0.1", WorkerArenas(3))
     epochs.join(out, "plan", EPOCH)
     epochs.worker_said(out, 0, sidecar.EpochJoined(epoch="e1"))
     if is_warm:
@@ -254,7 +254,7 @@ def test_a_worker_that_still_loads_what_its_first_epoch_needs_is_given_longer() 
 
 def test_workers_of_a_fleet_load_what_their_first_epoch_needs_before_there_is_one() -> None:
     out = Effects(0.0)
-    epochs = LocalEpochs("n0", "127.0.0.1", workers=3, warms="gloo")
+    epochs = LocalEpochs("n0", "127.0.0.1", WorkerArenas(3), workers=3, warms="gloo")
     epochs.worker_gone(out, 2, "worker 2 on node n0", "it died")
     epochs.worker_said(out, 1, sidecar.LaneValue(epoch="e1", key="0/0", value=b""))  # already loaded
     for _ in range(WARM_UP_TICKS - 1):
@@ -274,7 +274,7 @@ def test_workers_of_a_fleet_load_what_their_first_epoch_needs_before_there_is_on
 
 def test_an_epoch_that_a_stuck_worker_never_came_to_waits_for_its_successor() -> None:
     out = Effects(0.0)
-    epochs = LocalEpochs("n0", "127.0.0.1")
+    epochs = LocalEpochs("n0", "127.0.0.1", WorkerArenas(3))
     epochs.join(out, "plan", EPOCH)
     epochs.worker_said(out, 1, sidecar.LaneValue(epoch="e1", key="here/0", value=b""))
     epochs.leave(out, "e1")

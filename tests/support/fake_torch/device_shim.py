@@ -85,10 +85,34 @@ class Stream:
         pass
 
 
+def _current(device: Any) -> Any:
+    """Replaces refitd.copy_services.nccl._current."""
+    import fake_nccl
+    import torch
+
+    if device.type == "cuda":
+        fake_nccl.gpu = device.index
+        fake_nccl.install()
+    return torch.device("cpu")
+
+
+class _NcclPeers:
+    """Replaces refitd.copy_services.nccl.Peers: as on a GPU, records travel by collectives."""
+
+    def __new__(cls, *args: Any) -> Any:
+        from refitd.copy_services.peers import Peers
+
+        class OnGpu(Peers):
+            _is_named = False  # type: ignore[assignment]
+
+        return OnGpu(*args)
+
+
 PATCHES: dict[str, dict[str, Any]] = {
     "refitd.buffers.cuda": {"tensor_at": tensor_at},
     "refitd.copy_services.registry": {"torch_cuda": lambda: "13.0"},
     "refitd.copy_services.cuda": {"DeviceStream": Stream},
+    "refitd.copy_services.nccl": {"DeviceStream": Stream, "Peers": _NcclPeers, "_current": _current},
     "refitd.copy_services.waits": {"DeviceStream": Stream},
     "refitd.describe.memory": {"gpu_of": gpu_of},
     "refitd.client.arenas": {"gpu_of": gpu_of, "settle": lambda gpu: None},

@@ -1,0 +1,95 @@
+"""Two daemons with `service = "nccl"`: versions travel between the GPUs of two nodes, each by its own worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
+from tests.support import fake_cuda, shards
+from tests.support.gpu_tensors import DEADLINES, Tensors, allocated, copy_into, private
+
+NCCL = DEADLINES + '[transport]\nservice = "nccl"\n'
+
+
+class Fleet:
+    """Two source ranks on two GPUs of n0; on n1 two target ranks on the other GPU each, and one in main memory."""
+
+    def __init__(self, n0: Daemon, n1: Daemon) -> None:
+        self.n0, self.n1 = n0, n1
+        self.trainer, self.engine = n0.connect("trainer"), n1.connect("engine")
+        self.sources, self.targets = [], []
+        for rank in range(2):
+            mine = private(shards.cut(shards.whole(0), rank, 2), rank)
+            described = shards.describe(mine, rank, 2)
+            source = self.trainer.register_source("policy", mine, rank=rank, world_size=2, metadata=described)
+            self.sources.append((source, mine))
+        for replica, world, on_gpu in (("gpu", 2, True), ("host", 1, False)):
+            for rank in range(world):
+                mine = shards.zeros_like(shards.cut(shards.whole(0), rank, world))
+                mine = allocated(self.engine, mine, f"cuda:{1 - rank}") if on_gpu else mine
+                target = self.engine.register_target(
+                    "policy",
+                    mine,
+                    replica=replica,
+                    rank=rank,
+                    world_size=world,
+                    metadata=shards.describe(mine, rank, world),
+                )
+                self.targets.append((target, mine, rank, world))
+
+    def publish(self, version: int) -> None:
+        for rank, (source, mine) in enumerate(self.sources):
+            copy_into(mine, shards.cut(shards.whole(version), rank, 2))
+            source.publish(version)
+
+    def holds(self, version: int) -> bool:
+        full = shards.whole(version)
+        wanted: list[tuple[Tensors, Tensors]] = [
+            (mine, shards.cut(full, rank, world) if world > 1 else full) for _, mine, rank, world in self.targets
+        ]
+        return all(shards.equal(*pair) for pair in wanted)
+
+    def swap(self, version: int) -> None:
+        self.publish(version)
+        with Engine(*(target for target, *_ in self.targets)):
+            report = self.trainer.swap("policy", version, timeout=120)
+        assert report.outcome == "committed" and report.digests == report.copies > 0
+        assert self.holds(version)
+
+    def close(self) -> None:
+        self.sources.clear()
+        self.targets.clear()
+        self.trainer.close()
+        self.engine.close()
+
+
+def test_weights_cross_between_gpus_over_nccl_and_between_main_memories_over_gloo(
+    gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon]
+) -> None:
+    n0 = start_daemon(NCCL)
+    n1 = start_daemon(NCCL, name="n1", joins=n0.endpoint)
+    eventually(lambda: n0.node_of("n1").pid > 0, "the other node has joined")
+    assert len(n0.node_of("n1").workers) == 2, "a worker for each GPU"
+    fleet = Fleet(n0, n1)
+    fleet.swap(1)
+    with n0.connect() as operator:
+        (link,) = operator.status().links
+        assert (link.service, link.state) == ("nccl", "up")
+        assert operator.verify("policy", timeout=60).outcome == "proven"
+    fleet.swap(2)
+
+    victim = n1.node_of("n1").workers[1]
+    fleet.publish(3)
+    with stopped((victim,)):
+        swap = RunningSwap(n0.connect(), "policy", 3, timeout=120)
+        swap.wait_phase("stage")
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(Exception, match="was killed by SIGKILL"):
+            swap.result()
+    assert fleet.holds(2), "the old version still serves"
+    fleet.swap(4)
+    fleet.close()
