@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
+from pathlib import Path
 
 from refitd.protocol.base import Message
 
@@ -11,9 +12,14 @@ WAIT_S = 60.0
 
 
 class Daemon:
-    """Records a target's messages, and delivers notifications to it."""
+    """Records a target's messages, and delivers notifications to it.
 
-    is_foreign = is_awaited = False
+    A later test in this process may register a target while the garbage collector has not yet freed an earlier one: the
+    registration asks every living target for its memory, and with it this connection.
+    """
+
+    is_foreign = is_awaited = is_lost = False
+    directory = Path("fake")
 
     def __init__(self) -> None:
         self.said: queue.Queue[Message] = queue.Queue()
