@@ -1,32 +1,28 @@
-"""The daemon checks of scripts/gpu-check, run with the fake driver to keep them working for machines with a GPU."""
+"""scripts/gpu-check on an emulated GPU, to keep its checks working for machines with one."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import os
+import sys
+from pathlib import Path
 
 import pytest
-import torch
 
-import refitd
-from tests.gpu import service_checks
-from tests.support import fake_cuda
-from tests.support.fake_torch.device_shim import put_on_gpu
+from tests.support import programs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["daemon-crossing", "daemon-mxfp8"])
-def test_checks_of_daemons_pass_behind_the_fake_driver(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    fake_cuda.install(monkeypatch, 2 << 30)
-    make_generator, make_buffer = torch.Generator, refitd.MXFP8Buffer.empty
-
-    def buffer(shape: tuple[int, ...], *, is_swizzled: bool, device: Any) -> refitd.MXFP8Buffer:
-        made = make_buffer(shape, is_swizzled=is_swizzled)
-        put_on_gpu(made.data, 0)
-        put_on_gpu(made.scale, 0)
-        return made
-
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch, "Generator", lambda device: make_generator())
-    monkeypatch.setattr(refitd.MXFP8Buffer, "empty", buffer)
-    figures = service_checks.CHECKS[name](100.0, 1)
-    assert figures["MiB"] in (32.0, 64.0)
+@pytest.mark.timeout(600)
+def test_no_check_fails_on_an_emulated_gpu(tmp_path: Path) -> None:
+    page = tmp_path / "emulated.md"
+    command = [str(programs.ROOT / "scripts" / "gpu-check"), "--emulated", "--output", str(page)]
+    ran = programs.run(command, env={**os.environ, "PYTHON": sys.executable}, timeout=600)
+    found = json.loads(page.with_suffix(".json").read_text())
+    assert found["emulated"] and found["is_complete"]
+    states = {check["check"]: check["state"] for check in found["checks"]}
+    assert ran.returncode == 0 and "failed" not in states.values(), ran.stderr
+    not_run = {name for name, state in states.items() if state == "not run"}
+    # NCCL, NVSHMEM and torch's device tensors are not emulated; triton may be missing
+    assert not_run - {"mxfp8"} == {"nccl-1", "nccl-2", "nvshmem-2", "service"}
+    assert "**Emulated**" in page.read_text()

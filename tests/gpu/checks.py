@@ -14,25 +14,18 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from refitd.errors import RefitdError
-from tests.gpu.memory_checks import arena, arena_child, copies, digest, flip, graph, swap
+from tests.gpu.copy_checks import copies, host_copies
+from tests.gpu.device import GPU
+from tests.gpu.flip_checks import flip_of
+from tests.gpu.memory_checks import arena, arena_child, digest, graph
 from tests.gpu.mxfp8_checks import mxfp8
-from tests.gpu.outcomes import DEVICE, Outcome, Skip, need
+from tests.gpu.outcomes import Outcome, Skip, need, need_daemon
 from tests.gpu.rank_checks import nccl_one, nccl_two, nvshmem_two, rank_main
 
 
 def service(seconds: float) -> Outcome:
-    need(
-        pytest="pytest",
-        pytest_timeout="pytest-timeout",
-        zmq="pyzmq",
-        msgpack="msgpack",
-        msgspec="msgspec",
-        xxhash="xxhash",
-    )
-    need(click="click", rich="rich")
+    need_daemon()
+    need(pytest="pytest", pytest_timeout="pytest-timeout", msgpack="msgpack")
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider"]
     with tempfile.TemporaryDirectory(prefix="refitd-gpu-check") as folder:
@@ -58,15 +51,7 @@ def daemon_check(name: str) -> Callable[[float], Outcome]:
     """Return a check that starts its own daemons."""
 
     def check(seconds: float) -> Outcome:
-        need(
-            zmq="pyzmq",
-            msgpack="msgpack",
-            msgspec="msgspec",
-            xxhash="xxhash",
-            cryptography="cryptography",
-            click="click",
-            rich="rich",
-        )
+        need_daemon()
         from tests.gpu import module_checks, service_checks
 
         known = {**service_checks.CHECKS, "daemon-modules": module_checks.daemon_modules}
@@ -77,44 +62,50 @@ def daemon_check(name: str) -> Callable[[float], Outcome]:
 
 CHECKS: dict[str, Callable[[float], Outcome]] = {
     "arena": arena,
-    "digest": digest,
-    "swap": swap,
     "copies": copies,
+    "host-copies": host_copies,
+    "flip-1": flip_of(1),
+    "flip-4": flip_of(4),
+    "flip-16": flip_of(16),
     "graph": graph,
-    "flip": flip,
     "mxfp8": mxfp8,
-    "nccl-1": nccl_one,
+    "digest": digest,
+    "daemon-arenas": daemon_check("daemon-arenas"),
     "nccl-2": nccl_two,
     "nvshmem-2": nvshmem_two,
-    "service": service,
-    "daemon-arenas": daemon_check("daemon-arenas"),
-    "daemon-modules": daemon_check("daemon-modules"),
     "daemon-mxfp8": daemon_check("daemon-mxfp8"),
+    "daemon-modules": daemon_check("daemon-modules"),
     "daemon-crossing": daemon_check("daemon-crossing"),
+    "nccl-1": nccl_one,
+    "service": service,
 }
 
 
 def main() -> int:
     name, seconds, *more = sys.argv[1:]
+    machine: dict[str, object] = {}
     try:
+        GPU.start()
         if name == "arena" and more:
             arena_child(int(more[0]), int(more[1]))
             return 0
-        if not torch.cuda.is_available():
-            raise Skip("torch finds no usable GPU: it or the driver is too old, or CUDA_VISIBLE_DEVICES hides it")
-        torch.cuda.set_device(DEVICE)
+        machine = GPU.machine()
         if more:
             found = rank_main(name, float(seconds), int(more[0]), int(more[1]), more[2])
         else:
             found = CHECKS[name](float(seconds))
     except Skip as exc:
-        found = Outcome(why=str(exc), state="skipped")
+        found = Outcome(why=str(exc), state="not run")
     except Exception as exc:
+        from refitd.errors import RefitdError
+
         traceback.print_exc()
         kind = "" if isinstance(exc, RefitdError) else f"{type(exc).__name__}: "
         found = Outcome(why=f"{kind}{(str(exc).splitlines() or [''])[0]}"[:400], state="failed")
     sys.stderr.flush()
-    print(json.dumps({"state": found.state, "why": found.why, "figures": found.figures}), flush=True)
+    print(
+        json.dumps({"state": found.state, "why": found.why, "figures": found.figures, "machine": machine}), flush=True
+    )
     # skip the destructors of communicators and contexts, some of which wait for other processes
     os._exit(0)
 

@@ -7,64 +7,72 @@ from torch import nn
 
 import refitd
 from refitd.testing import Engine
-from tests.gpu.service_checks import MIB, running_daemon
+from tests.gpu.device import GPU, MIB
+from tests.gpu.service_checks import running_daemon
 
-WIDTH, LAYERS = 2048, 8
+LAYERS = 8
 
 
 def _made() -> nn.Sequential:
-    kind = {"device": "cuda", "dtype": torch.bfloat16}
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, **kind) for _ in range(LAYERS)))  # type: ignore[arg-type]
+    return nn.Sequential(*(_Layer() for _ in range(LAYERS)))
+
+
+class _Layer(nn.Module):
+    """A linear layer whose weight is made on the GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shape = (width(), width())
+        self.register_parameter(
+            "weight", GPU.own(nn.Parameter(torch.randn(shape, device=GPU.device, dtype=torch.bfloat16) * 0.02))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def width() -> int:
+    return 128 if GPU.is_emulated else 2048
 
 
 def daemon_modules(seconds: float) -> dict[str, object]:
     """Check that a graph captured over an adopted, or a built, model reads each version after its flip."""
-    torch.cuda.init()
     nbytes = sum(param.numel() * param.element_size() for param in _made().parameters())
-    torch.cuda.empty_cache()
+    GPU.empty_cache()
     figures: dict[str, object] = {"MiB": nbytes / MIB}
     with running_daemon(seconds) as daemon, daemon.connect() as client:
         model = _made()
         assert client.adopt(model).nbytes >= nbytes
-        torch.cuda.empty_cache()
-        assert torch.cuda.memory_allocated() < nbytes, "the old memory is not given back"
+        GPU.empty_cache()
+        assert GPU.allocated() < nbytes, "the old memory is not given back"
         figures["pause us, adopted"] = _flipped(client, "adopted", model, seconds)
         del model
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = GPU.allocated(resets_peak=True)
         with client.memory("built", nbytes=2 * nbytes, device="cuda:0") as placed:
             model = _made()
         assert placed.nbytes >= nbytes
-        beside = torch.cuda.max_memory_allocated() - before
+        beside = GPU.allocated(peak=True) - before
         assert beside < nbytes / 2, f"{beside} bytes beside the arena"
         figures["pause us, built"] = _flipped(client, "built", model, seconds)
         figures["MiB beside the arena, built"] = beside / MIB
         del model
-    torch.cuda.empty_cache()
+    GPU.empty_cache()
     return figures
 
 
 def _flipped(client: refitd.Client, name: str, model: nn.Sequential, seconds: float) -> float:
     """Swap and roll back under a captured graph; return the engine's pause in microseconds."""
-    x = torch.randn(16, WIDTH, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(16, width(), device=GPU.device, dtype=torch.bfloat16)
     with torch.no_grad():
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                model(x)
-        torch.cuda.current_stream().wait_stream(stream)
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            y = model(x)
+        replay, y = GPU.capture(lambda: model(x))
         learned = _made()
         source = client.register_source(name, learned)
         target = client.register_target(name, model, replica="engine", mode="flip")
         held: dict[int, torch.Tensor] = {}
 
         def reads(version: int) -> None:
-            captured.replay()
-            torch.cuda.synchronize()
+            replay()
+            GPU.synchronize()
             assert torch.equal(y, held[version]), f"version {version}: the replay reads other weights"
 
         with Engine(target):
@@ -82,5 +90,5 @@ def _flipped(client: refitd.Client, name: str, model: nn.Sequential, seconds: fl
         pause_s = target.last_pause_s
         target.close()
         source.close()
-        torch.cuda.synchronize()
+        GPU.synchronize()
     return pause_s * 1e6

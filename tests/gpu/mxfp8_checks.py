@@ -7,7 +7,8 @@ import functools
 import torch
 
 from refitd.mxfp8.format import Rounding
-from tests.gpu.outcomes import DEVICE, Outcome, need, timed
+from tests.gpu.device import GPU
+from tests.gpu.outcomes import Outcome, need
 
 
 def mxfp8(seconds: float) -> Outcome:
@@ -24,24 +25,23 @@ def mxfp8(seconds: float) -> Outcome:
         here = MXFP8Buffer.empty((1000, 4096))
         here = MXFP8Buffer(here.data, here.scale, rounding)
         here.quantize(words.view(torch.bfloat16))
-        data, scale = (torch.full_like(part, 0xEE, device=DEVICE) for part in (here.data, here.scale))
-        kernels.quantize(words.to(DEVICE), data, scale, rounding)
+        data, scale = (torch.full_like(part, 0xEE, device=GPU.device) for part in (here.data, here.scale))
+        kernels.quantize(words.to(GPU.device), data, scale, rounding)
         assert torch.equal(data.cpu(), here.data), f"{rounding}: data differs"
         assert torch.equal(scale.cpu(), here.scale), f"{rounding}: scales differ"
 
-    large = (torch.randn(8192, 16384, device=DEVICE) * 0.02).to(torch.bfloat16)
-    other = torch.empty_like(large)
-    copied = 4 * large.numel() / timed(lambda: other.copy_(large)) / 1e9  # read and written
-    figures: dict[str, object] = {"copy GB/s": copied}
-    room = MXFP8Buffer.empty((8192, 16384), device=DEVICE)
+    rows, columns = GPU.scaled(8192), 16384
+    large = (torch.randn(rows, columns, device=GPU.device) * 0.02).to(torch.bfloat16)
+    limit = GPU.copy_rate()
+    room = MXFP8Buffer.empty((rows, columns), device=GPU.device)
     step = functools.partial(kernels.quantize, large.view(torch.int16), room.data, room.scale, Rounding.RCEIL)
-    # two bytes read and one written, and a scale for 32
-    moved = large.numel() * (3 + 1 / 32) / timed(step) / 1e9
-    figures["row-major GB/s"], figures["row-major, of copy"] = moved, moved / copied
+    # two bytes read and one written, and a scale for 32; a copy reads and writes each byte that it counts
+    rate = large.numel() * (3 + 1 / 32) / 2 / GPU.seconds(step) / 1e9
+    figures: dict[str, object] = {"device copy GB/s": limit, "row-major GB/s": rate, "of device copy": rate / limit}
 
-    buffer = MXFP8Buffer.empty((512, 512), device=DEVICE)
+    buffer = MXFP8Buffer.empty((512, 512), device=GPU.device)
     transform = MXFP8ReshardTransform({"w"}, {"w": buffer})
-    x = torch.randn(16, 512, device=DEVICE)
+    x = torch.randn(16, 512, device=GPU.device)
     pointers = buffer.data.data_ptr(), buffer.scale.data_ptr()
 
     def run() -> torch.Tensor:
@@ -49,16 +49,9 @@ def mxfp8(seconds: float) -> Outcome:
         elements = buffer.data.view(torch.float8_e4m3fn).to(torch.float32).view(512, 16, 32)
         return x @ (elements * torch.exp2(exponent)[..., None]).view(512, 512).t()
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        y = run()
+    replay, y = GPU.capture(run)
     for version in range(3):
-        weights = (torch.randn(512, 512, device=DEVICE) * 0.02).to(torch.bfloat16)
+        weights = (torch.randn(512, 512, device=GPU.device) * 0.02).to(torch.bfloat16)
         halves = [(slice(0, 512), slice(0, 250)), (slice(0, 512), slice(250, 512))]  # which cut a block
         transform.begin_recv("w", halves)
         for half in halves:
@@ -66,8 +59,8 @@ def mxfp8(seconds: float) -> Outcome:
             arrived.copy_(weights[half])
             transform.finalize_recv("w", half, [arrived])
         transform.finish_recv("w")
-        captured.replay()
-        torch.cuda.synchronize()
+        replay()
+        GPU.synchronize()
         expected = MXFP8Buffer.empty((512, 512))
         expected.quantize(weights.cpu())
         assert torch.equal(buffer.data.cpu(), expected.data), f"version {version}: data differs"

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 MIB = 1 << 20
 CHECKS_FILE = str(Path(__file__).with_name("checks.py"))  # a check starts it for its other processes
-DEVICE = torch.device("cuda", 0)
+STAND_INS = Path(__file__).with_name("stand_ins")
 
 
 class Skip(Exception):
@@ -30,19 +25,29 @@ class Outcome:
 
 
 def need(**packages: str) -> None:
-    """Raise Skip unless these modules (name=package) are installed."""
-    missing = [package for module, package in packages.items() if importlib.util.find_spec(module) is None]
+    """Raise Skip unless these modules (name=package) are installed; stand-ins do not count."""
+    missing = [package for module, package in packages.items() if not _is_installed(module)]
     if missing:
-        raise Skip(f"missing: {', '.join(missing)}; `pip install {' '.join(missing)}`, or carry wheels (--help)")
+        raise Skip(
+            f"needs {', '.join(missing)}: `pip install {' '.join(missing)}`, or carry a folder of wheels "
+            "(scripts/gpu-check --help)"
+        )
 
 
-def timed(step: Callable[[], object], repeats: int = 7) -> float:
-    """Return the median seconds of a step that queues work on the device, waiting included."""
-    found = []
-    for _ in range(repeats + 2):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        found.append(time.perf_counter() - started)
-    return statistics.median(found[2:])
+def _is_installed(module: str) -> bool:
+    found = importlib.util.find_spec(module)
+    return found is not None and (found.origin is None or STAND_INS not in Path(found.origin).parents)
+
+
+def need_daemon() -> None:
+    """Raise Skip unless daemons can run."""
+    need(
+        zmq="pyzmq",
+        msgspec="msgspec",
+        lazy_loader="lazy_loader",
+        xxhash="xxhash",
+        cryptography="cryptography",
+        click="click",
+        rich="rich",
+        prometheus_client="prometheus-client",
+    )

@@ -18,7 +18,8 @@ import torch
 
 from refitd.copy_services import Epoch, Mailbox
 from refitd.errors import DeadlineExceeded
-from tests.gpu.outcomes import CHECKS_FILE, DEVICE, MIB, Outcome, Skip, need
+from tests.gpu.device import GPU
+from tests.gpu.outcomes import CHECKS_FILE, MIB, Outcome, Skip, need
 
 
 class Folder(Mailbox):
@@ -39,14 +40,16 @@ class Folder(Mailbox):
         target, until = self._path / key.replace("/", "_"), time.monotonic() + timeout
         while not target.exists():
             if time.monotonic() > until:
-                raise DeadlineExceeded(f"nobody left {key!r} within {timeout:.1f} s")
+                raise DeadlineExceeded(f"no rank has left {key!r} within {timeout:.1f} s")
             time.sleep(0.005)
         return target.read_bytes()
 
 
 def epoch_of(rank: int, size: int, folder: str, seconds: float) -> Epoch:
     labels = tuple(f"rank {i}" for i in range(size))
-    return Epoch("check", rank, labels, "127.0.0.1", 256 * MIB, Folder(Path(folder)), seconds, bytes(32), str(DEVICE))
+    return Epoch(
+        "check", rank, labels, "127.0.0.1", 256 * MIB, Folder(Path(folder)), seconds, bytes(32), str(GPU.device)
+    )
 
 
 def exchange(made: Any, seconds: float) -> dict[str, object]:
@@ -56,7 +59,7 @@ def exchange(made: Any, seconds: float) -> dict[str, object]:
     shapes = [(), (3,), (0, 4), (129, 65), (1024, 1024), (1 << 20,), (3, 5 << 20)]
     values = [
         [
-            torch.randint(0, 100, shape, device=DEVICE, dtype=dtype)
+            torch.randint(0, 100, shape, device=GPU.device, dtype=dtype)
             for shape in shapes
             for dtype in (torch.int16, torch.int64)
         ]
@@ -73,7 +76,7 @@ def exchange(made: Any, seconds: float) -> dict[str, object]:
                 made.send(task, as_sent(value, task), other)
             for task, value in enumerate(values[other]):
                 expected = as_sent(value, task)
-                room = torch.zeros(*expected.shape, 1 + task % 2, device=DEVICE, dtype=value.dtype)[..., 0]
+                room = torch.zeros(*expected.shape, 1 + task % 2, device=GPU.device, dtype=value.dtype)[..., 0]
                 made.receive(task, room, other)
                 landed.append((room, expected))
         result = made.run(seconds, verify=verify)
@@ -81,7 +84,7 @@ def exchange(made: Any, seconds: float) -> dict[str, object]:
             assert torch.equal(room, expected), f"tensor {number} differs"
     if size == 1:
         return {"tensors": len(landed), "local MiB": result.local_bytes / MIB}
-    big = torch.randint(0, 100, (64 * MIB,), device=DEVICE, dtype=torch.int64)
+    big = torch.randint(0, 100, (64 * MIB,), device=GPU.device, dtype=torch.int64)
     room = torch.zeros_like(big)
     figures: dict[str, object] = {"tensors": len(landed), "messages": result.messages}
     for verify in (False, True):

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
+import refitd
 from refitd.testing import Daemon, Engine, eventually
+from tests.gpu.device import GPU, MIB
 
-MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -32,17 +33,21 @@ def running_daemon(seconds: float, node: str = "n0", joins: str = "") -> Iterato
 
 def used() -> int:
     """Bytes of the GPU in use by any process."""
-    free, total = torch.cuda.mem_get_info(0)
+    free, total = GPU.memory()
     return total - free
+
+
+def rates(what: str, nbytes: int, seconds: float) -> dict[str, object]:
+    """Return a rate and its share of the device's copy bandwidth."""
+    rate, limit = nbytes / seconds / 1e9, GPU.copy_rate()
+    return {f"{what} GB/s": rate, f"{what}, of device copy": rate / limit}
 
 
 def daemon_arenas(seconds: float, count: int = 16) -> dict[str, object]:
     """Test two shards in arenas on the GPU: swaps, a killed worker, returned memory, refusals. Return figures."""
     from refitd.errors import ArenaError, RefitFailed
 
-    torch.cuda.init()
-    torch.zeros(1, device="cuda")
-    shape = (4096, 4096)  # 32 MiB of bfloat16
+    shape = (GPU.scaled(4096), 4096)  # 32 MiB of bfloat16
     wanted = {f"layers.{i}.weight": (shape, torch.bfloat16) for i in range(count)}
     nbytes = 2 * count * shape[0] * shape[1]
     figures: dict[str, object] = {"MiB": nbytes / MIB}
@@ -73,7 +78,7 @@ def daemon_arenas(seconds: float, count: int = 16) -> dict[str, object]:
             took.append(swap(version))
             assert serves(live, version), f"version {version} is not what was lent"
         figures["first stage s"] = took[0]
-        figures["stage GB/s"] = nbytes / statistics.median(took[1:]) / 1e9
+        figures |= rates("stage", nbytes, statistics.median(took[1:]))
 
         # a worker dies while it stages: the old version and the arenas survive, and a fresh worker continues
         fill(given, 5)
@@ -112,8 +117,10 @@ def daemon_arenas(seconds: float, count: int = 16) -> dict[str, object]:
         with Engine(target):
             report = client.swap("policy", 7, timeout=seconds)
         assert serves(live, 7)
-        figures["from main memory GB/s"] = nbytes / report.stage_s / 1e9
-        own = {name: torch.zeros(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in wanted.items()}
+        figures |= rates("from main memory", nbytes, report.stage_s)
+        own = {
+            name: GPU.own(torch.zeros(shape, dtype=dtype, device=GPU.device)) for name, (shape, dtype) in wanted.items()
+        }
         private = client.register_target("policy", own, replica="private")
         with Engine(target, private):
             source.publish(8)
@@ -122,34 +129,31 @@ def daemon_arenas(seconds: float, count: int = 16) -> dict[str, object]:
 
         checked = client.verify("policy", timeout=seconds)
         assert checked.outcome == "proven", checked
-        figures["verified GB/s"] = 2 * nbytes / checked.seconds / 1e9
+        figures |= rates("verified", 2 * nbytes, checked.seconds)
         live["layers.1.weight"][3, 5] += 1
         differing = [d for m in client.verify("policy", timeout=seconds).members for d in m.differences]
         assert [(d.parameter, d.slice) for d in differing] == [("layers.1.weight", "[3, 5]")], differing
 
-        free = torch.cuda.mem_get_info(0)[0]
+        free = GPU.memory()[0]
         try:
             client.allocate({"w": ((free + 64 * MIB,), torch.uint8)}, device="cuda:0")
             raise AssertionError("more than there is was given")
         except ArenaError as exc:
             assert "bytes asked for on GPU 0" in str(exc), exc
         try:
-            client.allocate({"w": ((8,), torch.uint8)}, device=f"cuda:{torch.cuda.device_count()}")
+            client.allocate({"w": ((8,), torch.uint8)}, device=f"cuda:{GPU.count()}")
             raise AssertionError("a GPU that is not there was given")
         except ArenaError as exc:
             assert "there is no GPU" in str(exc), exc
         del given, live, own
-    torch.cuda.empty_cache()
+    GPU.empty_cache()
     eventually(lambda: used() - before < 256 * MIB, "the daemon's memory of the GPU is free again", 30.0)
     return figures
 
 
 def daemon_crossing(seconds: float, count: int = 8) -> dict[str, object]:
     """Test two daemons on one GPU, with arenas at both ends, over gloo; one tensor is converted on its way."""
-    import refitd
-
-    torch.cuda.init()
-    shape = (4096, 4096)
+    shape = (GPU.scaled(4096), 4096)
     given_types = {f"layers.{i}.weight": (shape, torch.bfloat16) for i in range(count)} | {
         "wide": (shape, torch.float32)
     }
@@ -180,53 +184,54 @@ def daemon_crossing(seconds: float, count: int = 8) -> dict[str, object]:
         took = []
         for version in range(1, 5):
             for tensor in given.values():
-                tensor.normal_(generator=torch.Generator("cuda").manual_seed(version))
+                tensor.normal_(generator=torch.Generator(GPU.device).manual_seed(version))
             with source.lend(version), Engine(target):
                 report = trainer.swap("policy", version, timeout=seconds)
             took.append(report.stage_s)
             assert all(torch.equal(live[name], tensor.bfloat16()) for name, tensor in given.items()), version
-        figures["stage GB/s"] = nbytes / statistics.median(took[1:]) / 1e9
+        figures |= rates("stage", nbytes, statistics.median(took[1:]))
         del given, live
-    torch.cuda.empty_cache()
+    GPU.empty_cache()
     return figures
+
+
+def empty_mxfp8(shape: tuple[int, ...], is_swizzled: bool) -> refitd.MXFP8Buffer:
+    made = refitd.MXFP8Buffer.empty(shape, is_swizzled=is_swizzled, device=GPU.device)
+    GPU.own(made.data)
+    GPU.own(made.scale)
+    return made
 
 
 def daemon_mxfp8(seconds: float, count: int = 8) -> dict[str, object]:
     """Test engines with MXFP8 tensors, row-major and swizzled, which the GPU converts from bfloat16 while staging."""
-    import refitd
-
-    torch.cuda.init()
-    shape = (4096, 4096)
+    shape = (GPU.scaled(4096), 4096)
     nbytes = 2 * count * shape[0] * shape[1]
     figures: dict[str, object] = {"MiB": nbytes / MIB}
     with running_daemon(seconds) as daemon, daemon.connect() as client:
         given = client.allocate({f"layers.{i}.weight": (shape, torch.bfloat16) for i in range(count)}, device="cuda:0")
         source = client.register_source("policy", given)
         held = {
-            replica: {
-                name: refitd.MXFP8Buffer.empty(shape, is_swizzled=replica == "swizzled", device="cuda")
-                for name in given
-            }
+            replica: {name: empty_mxfp8(shape, is_swizzled=replica == "swizzled") for name in given}
             for replica in ("rows", "swizzled")
         }
         targets = [client.register_target("policy", live, replica=replica) for replica, live in held.items()]
         took = []
         for version in range(1, 4):
             for i, tensor in enumerate(given.values()):
-                tensor.normal_(generator=torch.Generator("cuda").manual_seed(100 * version + i))
+                tensor.normal_(generator=torch.Generator(GPU.device).manual_seed(100 * version + i))
             with source.lend(version), Engine(*targets):
                 took.append(client.swap("policy", version, timeout=seconds).stage_s)
             for replica, live in held.items():
                 for name, tensor in given.items():
-                    once = refitd.MXFP8Buffer.empty(shape, is_swizzled=replica == "swizzled", device="cuda")
+                    once = empty_mxfp8(shape, is_swizzled=replica == "swizzled")
                     once.quantize(tensor)
                     same = torch.equal(once.data, live[name].data) and torch.equal(once.scale, live[name].scale)
                     assert same, f"{replica} {name}"
-        figures["stage and convert GB/s"] = 2 * nbytes / statistics.median(took[1:]) / 1e9
+        figures |= rates("stage and convert", 2 * nbytes, statistics.median(took[1:]))
         checked = client.verify("policy", timeout=seconds)
         assert checked.outcome == "proven", checked
         del given, held, live, once, tensor
-    torch.cuda.empty_cache()
+    GPU.empty_cache()
     return figures
 
 
