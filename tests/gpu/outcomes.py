@@ -35,7 +35,10 @@ def need(**packages: str) -> None:
 
 
 def _is_installed(module: str) -> bool:
-    found = importlib.util.find_spec(module)
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        return False
     return found is not None and (found.origin is None or STAND_INS not in Path(found.origin).parents)
 
 

@@ -132,7 +132,8 @@ def daemon_arenas(seconds: float, count: int = 16) -> dict[str, object]:
         figures |= rates("verified", 2 * nbytes, checked.seconds)
         live["layers.1.weight"][3, 5] += 1
         differing = [d for m in client.verify("policy", timeout=seconds).members for d in m.differences]
-        assert [(d.parameter, d.slice) for d in differing] == [("layers.1.weight", "[3, 5]")], differing
+        # an engine that flips has no second copy of its version, so a block is named, not an element
+        assert [d.parameter for d in differing] == ["layers.1.weight"], differing
 
         free = GPU.memory()[0]
         try:
