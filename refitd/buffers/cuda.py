@@ -210,10 +210,7 @@ class _Mapping:
 
 
 def _bring(wanted: Sequence[tuple[_Mapping, int]]) -> None:
-    """Map each memory where it is wanted; memory that is mapped elsewhere is unmapped first."""
-    for mapping, handle in wanted:
-        if handle != mapping._mapped:
-            mapping.unmap()
+    """Map each memory where it is wanted, instead of what is mapped there."""
     for mapping, handle in wanted:
         mapping.map(handle)
 
