@@ -19,7 +19,7 @@ from benchmarks import machine
 
 RESULTS = Path(__file__).parent / "results"
 CAPABILITIES = (80, 90, 100, 120)
-_ACCESS = re.compile(r"^\s*(?:@%?\w+\s+)?(ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.[bsuf](\d+)\s", re.MULTILINE)
+_ACCESS = re.compile(r"^\s*(@!?%?\w+\s+)?(ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.[bsuf](\d+)\s", re.MULTILINE)
 _DIVISION = re.compile(r"\b(?:div|rem)\.[su]64\b")
 
 
@@ -37,7 +37,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """The resources of a compiled variant; widths of access in bits, each once."""
+    """The resources of a compiled variant; widths of access in bits, each once.
+
+    `body_loads` are the loads without a predicate, or all loads if each has one: the tail of a tensor needs predicates.
+    """
 
     kernel: str
     variant: str
@@ -45,6 +48,7 @@ class Compiled:
     registers: int
     spilled_bytes: int
     local_bytes: int
+    body_loads: tuple[int, ...]
     loads: tuple[int, ...]
     stores: tuple[int, ...]
     divides_64_bits: bool
@@ -70,6 +74,7 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
 
 def cases() -> Iterator[Case]:
     """Yield every variant of every kernel."""
+    from refitd.copy_services import digest_kernel, digests
     from refitd.mxfp8 import kernels
 
     for variant in kernels.variants():
@@ -77,6 +82,10 @@ def cases() -> Iterator[Case]:
         ends = "aligned" if is_aligned else "any address"
         name = f"{variant.rounding}, {ends}, {64 if variant.is_wide else 32}-bit offsets"
         yield Case("quantize", name, is_aligned, kernels.quantize_kernel, variant.signature, variant.constants)
+    for placed in digest_kernel.variants():
+        ends = "aligned" if placed.is_aligned else "words aligned" if placed.is_whole else "any address"
+        signature, constants = placed.signature(digests.BLOCK_WORDS), placed.constants(digests.BLOCK_WORDS)
+        yield Case("digest", ends, placed.is_aligned, digest_kernel.digest_kernel, signature, constants)
 
 
 def compiled(case: Case, capability: int) -> Compiled:
@@ -93,10 +102,10 @@ def compiled(case: Case, capability: int) -> Compiled:
     source = ASTSource(case.function, case.signature, case.constants)
     ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
     said = _assembled(ptx, capability)
-    loads, stores = (
-        tuple(sorted({int(count or 1) * int(bits) for way, count, bits in _ACCESS.findall(ptx) if way == kind}))
-        for kind in ("ld", "st")
-    )
+    found = [(guard, way, int(count or 1) * int(bits)) for guard, way, count, bits in _ACCESS.findall(ptx)]
+    loads = {width for _, way, width in found if way == "ld"}
+    body = {width for guard, way, width in found if way == "ld" and not guard} or loads
+    stores = {width for _, way, width in found if way == "st"}
     return Compiled(
         case.kernel,
         case.variant,
@@ -104,8 +113,9 @@ def compiled(case: Case, capability: int) -> Compiled:
         _number(said, r"Used (\d+) registers"),
         _number(said, r"(\d+) bytes spill stores") + _number(said, r"(\d+) bytes spill loads"),
         _number(said, r"(\d+) bytes stack frame"),
-        loads,
-        stores,
+        tuple(sorted(body)),
+        tuple(sorted(loads)),
+        tuple(sorted(stores)),
         bool(_DIVISION.search(ptx)),
     )
 
@@ -142,13 +152,13 @@ def markdown(results: dict[str, Any]) -> str:
         "may use narrow accesses for the tail of a tensor, and for scales, which have one byte each.",
         "Written by `scripts/bench kernels`.",
         "",
-        "| kernel | variant | sm | registers | spilled bytes | local bytes | loads | stores |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| kernel | variant | sm | registers | spilled bytes | local bytes | loads of the body | all loads | stores |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in results["variants"]:
-        loads, stores = (", ".join(map(str, row[kind])) for kind in ("loads", "stores"))
+        body, loads, stores = (", ".join(map(str, row[kind])) for kind in ("body_loads", "loads", "stores"))
         lines.append(
             f"| {row['kernel']} | {row['variant']} | {row['capability']} | {row['registers']} | {row['spilled_bytes']} "
-            f"| {row['local_bytes']} | {loads} | {stores} |"
+            f"| {row['local_bytes']} | {body} | {loads} | {stores} |"
         )
     return "\n".join(lines) + "\n"

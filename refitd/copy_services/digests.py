@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import importlib.util
 import struct
 from typing import Any, Protocol
 
@@ -163,6 +164,11 @@ def make_secret_keys(authenticator: Authenticator, words: int = BLOCK_WORDS) -> 
     return torch.from_numpy((drawn | 1).reshape(2, words))
 
 
+def _has_kernel(buffer: torch.Tensor) -> bool:
+    """Return whether a kernel computes the sums of this buffer; tensor operations do otherwise."""
+    return buffer.is_cuda and importlib.util.find_spec("triton") is not None
+
+
 class DeviceDigests:
     """Creates digests of buffers on one device. Owns the keys there: 16 MiB."""
 
@@ -191,12 +197,21 @@ class DeviceDigest:
     def update(self, buffer: torch.Tensor, /) -> None:
         """Add a contiguous uint8 buffer on the digest's device. Never waits for the device."""
         start, nbytes, at = self._length, buffer.numel(), 0
+        self._length += nbytes
+        if nbytes and _has_kernel(buffer):
+            from refitd.copy_services import digest_kernel
+
+            block, offset = divmod(start, BLOCK_BYTES)
+            sums = self._keys.new_zeros(-(-(offset + nbytes) // BLOCK_BYTES), 2)
+            digest_kernel.add(buffer, self._keys, sums, offset)
+            for number, row in enumerate(sums, block):
+                self._collect(number, row)
+            return
         while at < nbytes:
             block, offset = divmod(start + at, BLOCK_BYTES)
             step = min(nbytes - at, BLOCK_BYTES - offset)
             self._add(block, offset, buffer[at : at + step])
             at += step
-        self._length += nbytes
 
     def _add(self, block: int, offset: int, part: torch.Tensor) -> None:
         first, lead = divmod(offset, 4)
@@ -205,7 +220,9 @@ class DeviceDigest:
             room = part.new_zeros(4 * count)
             room[lead : lead + part.numel()] = part
             part = room
-        sums = (part.view(torch.int32) * self._keys[:, first : first + count]).sum(1)
+        self._collect(block, (part.view(torch.int32) * self._keys[:, first : first + count]).sum(1))
+
+    def _collect(self, block: int, sums: torch.Tensor) -> None:
         if block == len(self._sums):
             self._sums.append(sums)
         else:
