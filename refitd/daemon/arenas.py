@@ -284,6 +284,7 @@ class LocalArenas(dict[int, Arena]):
 
         Return the workers that must be replaced, because they have mapped only one of the two.
         """
+        self._maps.pair(effects, arena, other)
         effects.append(SwitchArenas(arena, other))
         return self._maps.exchange(effects, arena, other)
 

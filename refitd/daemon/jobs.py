@@ -48,6 +48,15 @@ class WorkerArenas:
             mapped.discard(arena)
             effects.order(worker, local.FreeArena(arena=arena))
 
+    def pair(self, effects: Effects, arena: int, other: int) -> None:
+        """Map both of two GPU arenas in each worker that has mapped one; call this before their files are switched.
+
+        A worker that is not the one of their GPU maps only what its jobs need.
+        """
+        for worker, mapped in enumerate(self._mapped):
+            if self._known[arena].device and {arena, other} & mapped:
+                self.need(effects, worker, {arena, other})
+
     def exchange(self, effects: Effects, arena: int, other: int) -> list[int]:
         """Have the workers exchange two arenas; return workers that mapped only one and must be replaced."""
         odd = []

@@ -230,6 +230,19 @@ def test_an_arena_on_a_gpu_goes_to_one_worker_and_to_another_when_that_needs_it(
     assert told(out, local.FreeArena) == [(0, 3), (1, 3), (0, 2), (1, 2)]
 
 
+def test_a_worker_that_mapped_one_of_two_arenas_maps_the_other_before_they_are_exchanged() -> None:
+    out = Effects(0.0)
+    maps = WorkerArenas(3)
+    maps.add(out, 1, 100, "GPU-a", write=True)
+    maps.add(out, 2, 100, "GPU-a", write=True)
+    maps.need(out, 1, {2})  # a lane writes there
+    out.clear()
+    maps.pair(out, 1, 2)
+    assert told(out, sidecar.MapArena) == [(1, 1)]
+    assert maps.exchange(out, 1, 2) == []
+    assert [effect.worker for effect in out if isinstance(effect, ToWorker)] == [0, 1]
+
+
 def test_what_could_not_be_sent_is_sent_again_when_it_is_needed_as_it_was() -> None:
     out = Effects(0.0)
     maps = WorkerArenas(1)

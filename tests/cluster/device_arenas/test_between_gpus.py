@@ -16,16 +16,20 @@ NCCL = DEADLINES + '[transport]\nservice = "nccl"\n'
 
 
 class Fleet:
-    """Two source ranks on two GPUs of n0; on n1 two target ranks on the other GPU each, and one in main memory."""
+    """Four source ranks on n0, the last in main memory; on n1 target ranks on two GPUs, and one in main memory.
+
+    The rows of the last source rank cross over gloo, all others over NCCL.
+    """
 
     def __init__(self, n0: Daemon, n1: Daemon) -> None:
         self.n0, self.n1 = n0, n1
         self.trainer, self.engine = n0.connect("trainer"), n1.connect("engine")
         self.sources, self.targets = [], []
-        for rank in range(2):
-            mine = private(shards.cut(shards.whole(0), rank, 2), rank)
-            described = shards.describe(mine, rank, 2)
-            source = self.trainer.register_source("policy", mine, rank=rank, world_size=2, metadata=described)
+        for rank in range(4):
+            mine = shards.zeros_like(shards.cut(shards.whole(0), rank, 4))
+            mine = private(mine, rank % 2) if rank < 3 else mine
+            described = shards.describe(mine, rank, 4)
+            source = self.trainer.register_source("policy", mine, rank=rank, world_size=4, metadata=described)
             self.sources.append((source, mine))
         for replica, world, on_gpu in (("gpu", 2, True), ("host", 1, False)):
             for rank in range(world):
@@ -43,7 +47,7 @@ class Fleet:
 
     def publish(self, version: int) -> None:
         for rank, (source, mine) in enumerate(self.sources):
-            copy_into(mine, shards.cut(shards.whole(version), rank, 2))
+            copy_into(mine, shards.cut(shards.whole(version), rank, 4))
             source.publish(version)
 
     def holds(self, version: int) -> bool:
@@ -67,7 +71,7 @@ class Fleet:
         self.engine.close()
 
 
-def test_weights_cross_between_gpus_over_nccl_and_between_main_memories_over_gloo(
+def test_weights_cross_between_gpus_over_nccl_and_from_main_memory_over_gloo(
     gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon]
 ) -> None:
     n0 = start_daemon(NCCL)
