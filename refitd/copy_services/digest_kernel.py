@@ -132,8 +132,8 @@ def digest_kernel(  # type: ignore[no-untyped-def]  # triton reads annotations, 
             tl.atomic_add(sums + block * 2 + 1, tl.sum(word * other_key, axis=0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _joined(word, upper, skew):
+@triton.jit
+def _joined(word, upper, skew):  # type: ignore[no-untyped-def]
     """Return the four bytes that begin `skew` bytes, 1 to 3, after those of `word`."""
     low = word.to(tl.uint32, bitcast=True) >> (skew * 8)
     high = upper.to(tl.uint32, bitcast=True) << (32 - skew * 8)
