@@ -31,7 +31,7 @@ from refitd.copy_services.digests import Authenticator, DeviceDigests, Digest
 from refitd.copy_services.packed import STAGING_BYTES, WINDOW, Move, PackedExchange
 from refitd.copy_services.peers import Group, MailboxStore, Peers, first_line, prove
 from refitd.copy_services.streams import InFlight
-from refitd.copy_services.waits import Deadline, DeviceStream, bounded, poll
+from refitd.copy_services.waits import Deadline, DeviceStream, bounded, make_current, poll
 from refitd.errors import ConfigError, DeadlineExceeded, TransportError
 
 MAX_OPERATIONS = 256
@@ -240,7 +240,7 @@ def join(epoch: Epoch) -> NcclService:
 
     def meet() -> NcclService:
         # wait for all workers first: making the communicator cannot be interrupted
-        _current(device)
+        make_current(device)
         store.set(f"come/{epoch.index}", b"1")
         store.wait([f"come/{index}" for index in range(epoch.size)])
         options = ProcessGroupNCCL.Options()
@@ -262,7 +262,7 @@ def join(epoch: Epoch) -> NcclService:
         service._store = store  # torch's heartbeat thread calls it as long as the group lives
         return service
 
-    device = _current(device)
+    device = make_current(device)
     from torch._C._distributed_c10d import ProcessGroupNCCL  # missing in a torch without CUDA
 
     try:
@@ -275,12 +275,6 @@ def join(epoch: Epoch) -> NcclService:
             f"{epoch.labels[epoch.index]} cannot meet {', '.join(epoch.labels)} over NCCL: {what}; "
             "NCCL_DEBUG=WARN makes it say more"
         ) from exc
-
-
-def _current(device: torch.device) -> torch.device:
-    """Make a GPU the current one of this thread, and return it."""
-    torch.cuda.set_device(device)
-    return device
 
 
 def _backend(group: Any, device: torch.device) -> Any:

@@ -40,7 +40,7 @@ from refitd.copy_services.digests import DIGEST_BYTES, Authenticator, DeviceDige
 from refitd.copy_services.packed import WINDOW, Move, PackedExchange
 from refitd.copy_services.peers import Group, Peers
 from refitd.copy_services.streams import InFlight, Stream
-from refitd.copy_services.waits import Backoff, Deadline, DeviceStream, bounded
+from refitd.copy_services.waits import Backoff, Deadline, DeviceStream, bounded, make_current
 from refitd.errors import ConfigError, RefitdError, TransportError
 
 
@@ -201,7 +201,7 @@ class SlottedExchange(PackedExchange):
 
 UNIQUE_ID_BYTES = 128
 _WORD_BYTES = 8
-_FINALIZE_S = 10.0
+_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,8 +290,8 @@ class NvshmemService(SlottedExchange):
         self._room_all = tensor_at(self._slots_at, sizes[0], device)
         self._words = tensor_at(self._words_at, sizes[1], device).view(torch.int64)
         # before any put: `join` synchronizes all PEs afterwards
-        self._words.zero_()
-        torch.cuda.synchronize(device)
+        with self._stream.work(Deadline.after(_WAIT_S), f"{self.peers.label(self.peers.index)}: first words"):
+            self._words.zero_()
 
     def _allocate(self, nbytes: int) -> int:
         address = int(self._library.bindings.malloc(nbytes))
@@ -345,14 +345,14 @@ class NvshmemService(SlottedExchange):
             return
 
         def finalize() -> None:
-            torch.cuda.set_device(self.device)
+            make_current(self.device)
             for address in (self._words_at, self._slots_at):
                 self._library.bindings.free(address)
             self._library.core.finalize()
 
         # if the others do not finalize too, the process's end releases everything
         with suppress(Exception):
-            bounded(finalize, Deadline.after(_FINALIZE_S), "finalizing NVSHMEM")
+            bounded(finalize, Deadline.after(_WAIT_S), "finalizing NVSHMEM")
 
 
 def join(epoch: Epoch) -> NvshmemService:
@@ -368,7 +368,7 @@ def join(epoch: Epoch) -> NvshmemService:
         raise ConfigError(f"{me}: NVSHMEM needs a CUDA device, this worker has {epoch.device!r}")
     deadline = Deadline.after(epoch.timeout)
     library = load()
-    torch.cuda.set_device(device)
+    device = make_current(device)
     torch.zeros(1, device=device)  # creates torch's context of the device, which NVSHMEM then uses
     met = gloo.join(epoch)
     key = "nvshmem/unique-id"
@@ -379,7 +379,7 @@ def join(epoch: Epoch) -> NvshmemService:
         made, _ = unique_id(library, epoch.mailbox.get(key, deadline.left().total_seconds()))
 
     def initialize() -> NvshmemService:
-        torch.cuda.set_device(device)
+        make_current(device)
         library.core.init(uid=made, rank=epoch.index, nranks=epoch.size, initializer_method="uid")
         return NvshmemService(
             library,

@@ -105,6 +105,12 @@ def bounded(step: Callable[[], _T], deadline: Deadline, subject: str) -> _T:
     return found[0]
 
 
+def make_current(device: torch.device) -> torch.device:
+    """Make a GPU the current one of this thread, and return it."""
+    torch.cuda.set_device(device)
+    return device
+
+
 class DeviceStream:
     """A private CUDA stream of one device. Work on it neither waits for other streams nor delays them."""
 

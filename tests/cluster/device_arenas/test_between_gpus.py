@@ -1,4 +1,4 @@
-"""Two daemons with `service = "nccl"`: versions travel between the GPUs of two nodes, each by its own worker."""
+"""Two daemons with `service = "nccl"` or "nvshmem": versions travel from GPU to GPU, each by its own worker."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from collections.abc import Callable
 
 import pytest
 
+import refitd
 from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support import fake_cuda, shards
 from tests.support.gpu_tensors import DEADLINES, Tensors, allocated, copy_into, private
-
-NCCL = DEADLINES + '[transport]\nservice = "nccl"\n'
 
 
 class Fleet:
     """Four source ranks on n0, the last in main memory; on n1 target ranks on two GPUs, and one in main memory.
 
-    The rows of the last source rank cross over gloo, all others over NCCL.
+    The rows of the last source rank cross over gloo, all others between GPUs. A third replica holds one tensor in
+    MXFP8 on a GPU.
     """
+
+    quantized = "layers.0.fc2.weight"
 
     def __init__(self, n0: Daemon, n1: Daemon) -> None:
         self.n0, self.n1 = n0, n1
@@ -44,6 +46,12 @@ class Fleet:
                     metadata=shards.describe(mine, rank, world),
                 )
                 self.targets.append((target, mine, rank, world))
+        room = shards.zeros_like(shards.whole(0))
+        made = refitd.MXFP8Buffer.empty(tuple(room.pop(self.quantized).shape))
+        self.mxfp8 = allocated(self.engine, {**room, "data": made.data, "scale": made.scale}, "cuda:1")
+        held = {name: self.mxfp8[name] for name in room}
+        held[self.quantized] = refitd.MXFP8Buffer(self.mxfp8["data"], self.mxfp8["scale"])
+        self.mxfp8_target = self.engine.register_target("policy", held, replica="mxfp8")
 
     def publish(self, version: int) -> None:
         for rank, (source, mine) in enumerate(self.sources):
@@ -55,34 +63,42 @@ class Fleet:
         wanted: list[tuple[Tensors, Tensors]] = [
             (mine, shards.cut(full, rank, world) if world > 1 else full) for _, mine, rank, world in self.targets
         ]
-        return all(shards.equal(*pair) for pair in wanted)
+        made = refitd.MXFP8Buffer.empty(tuple(full[self.quantized].shape))
+        made.quantize(full[self.quantized])
+        mxfp8 = {**full, "data": made.data, "scale": made.scale}
+        del mxfp8[self.quantized]
+        return all(shards.equal(*pair) for pair in [*wanted, (self.mxfp8, mxfp8)])
 
     def swap(self, version: int) -> None:
         self.publish(version)
-        with Engine(*(target for target, *_ in self.targets)):
+        with Engine(self.mxfp8_target, *(target for target, *_ in self.targets)):
             report = self.trainer.swap("policy", version, timeout=120)
-        assert report.outcome == "committed" and report.digests == report.copies > 0
+        assert report.outcome == "committed" and report.digests == report.copies > 0 and report.converted_bytes
         assert self.holds(version)
 
     def close(self) -> None:
         self.sources.clear()
         self.targets.clear()
+        self.mxfp8.clear()
+        del self.mxfp8_target
         self.trainer.close()
         self.engine.close()
 
 
-def test_weights_cross_between_gpus_over_nccl_and_from_main_memory_over_gloo(
-    gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon]
+@pytest.mark.parametrize("service", ["nccl", "nvshmem"])
+def test_weights_cross_between_gpus_and_from_main_memory_over_gloo(
+    service: str, gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon]
 ) -> None:
-    n0 = start_daemon(NCCL)
-    n1 = start_daemon(NCCL, name="n1", joins=n0.endpoint)
+    config = DEADLINES + f'[transport]\nservice = "{service}"\n'
+    n0 = start_daemon(config)
+    n1 = start_daemon(config, name="n1", joins=n0.endpoint)
     eventually(lambda: n0.node_of("n1").pid > 0, "the other node has joined")
     assert len(n0.node_of("n1").workers) == 2, "a worker for each GPU"
     fleet = Fleet(n0, n1)
     fleet.swap(1)
     with n0.connect() as operator:
         (link,) = operator.status().links
-        assert (link.service, link.state) == ("nccl", "up")
+        assert (link.service, link.state) == (service, "up")
         assert operator.verify("policy", timeout=60).outcome == "proven"
     fleet.swap(2)
 

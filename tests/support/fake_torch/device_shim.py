@@ -69,6 +69,8 @@ class Event:
 class Stream:
     """Replaces DeviceStream; runs each call immediately."""
 
+    handle = 0
+
     def __init__(self, device: Any) -> None:
         import torch
 
@@ -78,6 +80,10 @@ class Stream:
     def work(self, deadline: Any, subject: str) -> Iterator[None]:
         yield
 
+    @contextmanager
+    def queue(self) -> Iterator[None]:
+        yield
+
     def mark(self) -> Event:
         return Event()
 
@@ -85,13 +91,21 @@ class Stream:
         pass
 
 
-def _current(device: Any) -> Any:
-    """Replaces refitd.copy_services.nccl._current."""
+current: dict[str, int] = {}  # "gpu": the current GPU, once there is one
+
+
+def queue_on(stream: int, work: Callable[[], None]) -> None:
+    """Perform a library's work in the order of a stream."""
+    work()
+
+
+def make_current(device: Any) -> Any:
+    """Replaces refitd.copy_services.waits.make_current."""
     import fake_nccl
     import torch
 
     if device.type == "cuda":
-        fake_nccl.gpu = device.index
+        current["gpu"] = device.index
         fake_nccl.install()
     return torch.device("cpu")
 
@@ -112,7 +126,8 @@ PATCHES: dict[str, dict[str, Any]] = {
     "refitd.buffers.cuda": {"tensor_at": tensor_at},
     "refitd.copy_services.registry": {"torch_cuda": lambda: "13.0"},
     "refitd.copy_services.cuda": {"DeviceStream": Stream},
-    "refitd.copy_services.nccl": {"DeviceStream": Stream, "Peers": _NcclPeers, "_current": _current},
+    "refitd.copy_services.nccl": {"DeviceStream": Stream, "Peers": _NcclPeers, "make_current": make_current},
+    "refitd.copy_services.nvshmem": {"DeviceStream": Stream, "make_current": make_current},
     "refitd.copy_services.waits": {"DeviceStream": Stream},
     "refitd.describe.memory": {"gpu_of": gpu_of},
     "refitd.client.arenas": {"gpu_of": gpu_of, "settle": lambda gpu: None},

@@ -16,11 +16,11 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import device_shim
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-gpu = -1  # the current one
 _HEAD, _BODY = 0x4E00, 0x4E01
 
 
@@ -53,13 +53,14 @@ class ProcessGroupNCCL:
         chosen._devices = [gloo.create_device(hostname="127.0.0.1", lazy_init=False)]
         self._store = dist.PrefixStore("nccl", store)
         self._gloo = gloo(self._store, rank, size, chosen)
-        self._rank, self._size, self._gpu = rank, size, gpu
+        self._rank, self._size, self._gpu = rank, size, device_shim.current["gpu"]
         self._has_met = False
         self._calls: list[tuple[bool, torch.Tensor, int]] = []
         self._counts: Counter[tuple[bool, int]] = Counter()
         self._issued: queue.SimpleQueue[tuple[Work, list[tuple[bool, torch.Tensor, int]]]] = queue.SimpleQueue()
         threading.Thread(target=self._perform, daemon=True).start()
-        threading.Thread(target=_beat, args=(self._store,), daemon=True).start()
+        self._is_over = threading.Event()
+        threading.Thread(target=_beat, args=(self._store, self._is_over), daemon=True).start()
 
     def rank(self) -> int:
         return self._rank
@@ -74,7 +75,7 @@ class ProcessGroupNCCL:
         return self
 
     def abort(self) -> None:
-        pass
+        self._is_over.set()
 
     # --- collectives
 
@@ -150,12 +151,12 @@ class ProcessGroupNCCL:
                     raise RuntimeError(f"NCCL: invalid argument: {name.strip()} is not memory of GPU {self._gpu}")
 
 
-def _beat(store: dist.Store) -> None:
+def _beat(store: dist.Store, is_over: threading.Event) -> None:
     """Call a store as torch's heartbeat does; end the process if that fails, as torch does."""
     try:
         copy = store.clone()
-        while not copy.check(["dump"]):
-            threading.Event().wait(0.05)
+        while not is_over.wait(0.05):
+            copy.check(["dump"])
     except BaseException as exc:
         os.write(2, f"fake NCCL heartbeat: {exc}\n".encode())
         os._exit(70)
