@@ -7,7 +7,7 @@ rank registers again or provides other tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import xxhash
 
@@ -119,8 +119,8 @@ def load(turn: Turn, running: Running, node: str) -> None:
 
 # services whose ranks may pass on what they receive (copy_services/windows.py)
 RELAYING_SERVICES = frozenset({"gloo", "nixl"})
-# services between GPUs only; HOST_SERVICE moves the other rows, and all rows where a service is missing on a node
-GPU_SERVICES = frozenset({"nccl", "nvshmem"})
+# services between GPUs only, each in place of another that a node lacks; HOST_SERVICE moves the other rows
+GPU_SERVICES = ("nccl", "nvshmem")
 HOST_SERVICE = "gloo"
 
 
@@ -294,15 +294,21 @@ def _new_epoch(turn: Turn, plan: LoadedPlan, membership: Membership) -> tuple[cl
     nodes = tuple(sorted(plan.routed.links.nodes() & fleet.nodes.keys()))
     status = {name: fleet.nodes[name].status for name in nodes}
     lanes = min((len(s.workers) for s in status.values()), default=1)
-    wanted = HOST_SERVICE if transport.service in GPU_SERVICES else transport.service
-    service = _service_on(turn, wanted, status)
-    gpu_of = _gpus_of(plan, membership) if transport.service in GPU_SERVICES else {}
+    has_gpus = transport.service in GPU_SERVICES
+    wanted = () if has_gpus else (transport.service,)
+    service = _service_on(turn, (*wanted, HOST_SERVICE), status)
+    gpu_of = _gpus_of(plan, membership) if has_gpus else {}
     gpus = {name: set[str]() for name in nodes}
     gpu_of = {rank: gpu for rank, gpu in gpu_of.items() if plan.routed.node_of[rank] in gpus}
     for rank, gpu in gpu_of.items():
         gpus[plan.routed.node_of[rank]].add(gpu)
-    if gpu_of and _service_on(turn, transport.service, {name: status[name] for name in nodes if gpus[name]}) == service:
-        gpu_of = {}
+    gpu_service = ""
+    if gpu_of:
+        others = [other for other in GPU_SERVICES if other != transport.service]
+        mine = {name: status[name] for name in nodes if gpus[name]}
+        gpu_service = _service_on(turn, (transport.service, *others, HOST_SERVICE), mine)
+    if gpu_service == service:
+        gpu_service, gpu_of = "", {}
     epoch = cluster.EpochPlan(
         id=f"{fleet.boot}.{fleet.number('epoch')}",
         service=service,
@@ -313,32 +319,34 @@ def _new_epoch(turn: Turn, plan: LoadedPlan, membership: Membership) -> tuple[cl
         # shorter than the phase: the workers' errors, which name the missing one, must arrive first
         timeout_s=0.9 * fleet.config.deadlines.plan_s,
         key=Secret(fleet.ids.key()),
-        gpu_service=transport.service if gpu_of else "",
+        gpu_service=gpu_service,
         gpus=tuple(tuple(sorted(gpus[name])) for name in nodes) if gpu_of else (),
     )
     return epoch, gpu_of
 
 
-def _service_on(turn: Turn, wanted: str, status: Mapping[str, NodeStatus]) -> str:
-    """Return a service that can run on all of these nodes: the wanted one, or else HOST_SERVICE.
+def _service_on(turn: Turn, wanted: Sequence[str], status: Mapping[str, NodeStatus]) -> str:
+    """Return the first of the wanted services that can run on all of these nodes.
 
     Raises:
-        PlanError: neither can; names the nodes and their services.
+        PlanError: none can; names the nodes and their services.
     """
     lacking = {
         service: [name for name, s in status.items() if s.services and service not in s.services]
-        for service in (wanted, HOST_SERVICE)
+        for service in dict.fromkeys(wanted)
     }
-    if not lacking[wanted]:
-        return wanted
-    if not lacking[HOST_SERVICE]:
-        turn.log("service-missing", service=wanted, nodes=", ".join(lacking[wanted]), instead=HOST_SERVICE)
-        return HOST_SERVICE
+    for service, nodes in lacking.items():
+        if not nodes:
+            if service != wanted[0]:
+                missing = ", ".join(lacking[wanted[0]])
+                turn.log("service-missing", service=wanted[0], nodes=missing, instead=service)
+            return service
     told = "; ".join(f"node {name}: {', '.join(status[name].services) or 'none'}" for name in sorted(status))
     raise PlanError(
         [
-            f"transport.service is {wanted!r}, which node {lacking[wanted][0]} cannot run, and neither {HOST_SERVICE} "
-            f"can run on all nodes ({told}); install one of the two on each (`refitctl doctor` says how)"
+            f"transport.service is {turn.fleet.config.transport.service!r}, and no service between nodes can run on "
+            f"all of them: expected one of {', '.join(lacking)}, found {told}; install one of these on each (`refitctl "
+            "doctor` says how)"
         ]
     )
 

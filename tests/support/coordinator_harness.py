@@ -170,8 +170,9 @@ class Harness:
         workers: tuple[int, ...] = (),
         *,
         protocol: int = PROTOCOL_VERSION,
+        services: tuple[str, ...] = (),
     ) -> Self:
-        status = NodeStatus(node=node, host="h", pid=pid, workers=workers, clients=0, arenas=0, arena_bytes=0)
+        status = NodeStatus(node, "h", pid, workers=workers, clients=0, arenas=0, arena_bytes=0, services=services)
         hello = cluster.NodeHello(protocol=protocol, status=status)
         assert isinstance(self.say(node, hello)[-1], cluster.NodeWelcome)
         return self

@@ -196,30 +196,59 @@ def test_an_aborted_swap_ends_the_epoch_of_the_plan_that_is_kept_for_the_next_on
     assert again.epoch is not None and whole.epoch is not None and again.epoch.id != whole.epoch.id
 
 
-@pytest.mark.parametrize(
-    ("service", "on", "formed"),
-    [
-        ("nccl", ("GPU-a", "GPU-b"), ("gloo", "nccl", (("GPU-a",), ("GPU-b",)))),
-        ("nccl", ("GPU-a", ""), ("gloo", "", ())),
-        ("gloo", ("GPU-a", "GPU-b"), ("gloo", "", ())),
-    ],
-)
-def test_gpus_that_send_and_receive_form_a_group_over_the_service_between_gpus(
-    service: str, on: tuple[str, str], formed: tuple[str, str, tuple[tuple[str, ...], ...]]
-) -> None:
-    h = Harness(Config(transport=TransportConfig(service=service))).join("n0", workers=(1, 2))
-    h.join("n1", pid=11, workers=(4, 5))
+GPUS = ("GPU-a", "GPU-b")
+
+
+def planned(service: str, on: tuple[str, str], able: tuple[str, str]) -> Harness:
+    """A source on n0 and a target on n1, on these GPUs, of nodes with these services; a swap asked for."""
+    h = Harness(Config(transport=TransportConfig(service=service)))
+    for number, services in enumerate(able):
+        h.join(f"n{number}", pid=10 + number, workers=(1, 2), services=tuple(services.split()))
     h.add("src", device=on[0])
     h.add("a", node="n1", device=on[1])
     h.say("n0", local.Publish(member="src", version=1))
     h.say("n0", local.StartSwap("m"), request=2)
+    return h
+
+
+@pytest.mark.parametrize(
+    ("service", "on", "able", "formed"),
+    [
+        ("nccl", GPUS, ("", ""), ("gloo", "nccl")),
+        ("nccl", ("GPU-a", ""), ("", ""), ("gloo", "")),
+        ("gloo", GPUS, ("", ""), ("gloo", "")),
+        # nodes with different services: the first that both have
+        ("nccl", GPUS, ("gloo nccl nvshmem", "gloo nvshmem"), ("gloo", "nvshmem")),
+        ("nvshmem", GPUS, ("gloo nccl", "gloo nccl nvshmem"), ("gloo", "nccl")),
+        ("nccl", GPUS, ("gloo nccl", "gloo nvshmem"), ("gloo", "")),
+        ("nixl", GPUS, ("gloo nixl", "gloo nixl"), ("nixl", "")),
+        ("nixl", GPUS, ("gloo nixl", "gloo"), ("gloo", "")),
+    ],
+)
+def test_an_epoch_uses_a_service_that_all_its_nodes_have_and_gpus_form_a_group_of_their_own(
+    service: str, on: tuple[str, str], able: tuple[str, str], formed: tuple[str, str]
+) -> None:
+    h = planned(service, on, able)
     plan = next(m for node, _, m in h.sent if node == "n1" and isinstance(m, cluster.LoadPlan))
     found = KeptParts().tables(plan)
     assert not isinstance(found, Missing) and found.epoch is not None
     epoch = found.epoch
-    assert (epoch.service, epoch.gpu_service, tuple(filter(None, epoch.gpus))) == (*formed[:2], formed[2])
+    assert (epoch.service, epoch.gpu_service) == formed
+    assert tuple(filter(None, epoch.gpus)) == ((("GPU-a",), ("GPU-b",)) if formed[1] else ())
     assert found.gpu == ({0: 0, 1: 1} if formed[1] else {})
-    value = sidecar.LaneValue(epoch=epoch.gpu_group, lane=9, key="k", value=b"v")
-    h.sent.clear()
-    h.say("n0", value)
-    assert h.sent == [("n1", 0, value)]
+    if formed[1]:
+        value = sidecar.LaneValue(epoch=epoch.gpu_group, lane=9, key="k", value=b"v")
+        h.sent.clear()
+        h.say("n0", value)
+        assert h.sent == [("n1", 0, value)]
+
+
+@pytest.mark.parametrize(
+    ("service", "able", "tried"),
+    [("nixl", ("gloo", "nixl"), "nixl, gloo"), ("nccl", ("nccl", "gloo nccl"), "gloo")],
+)
+def test_nodes_without_a_common_service_are_refused_by_name(service: str, able: tuple[str, str], tried: str) -> None:
+    h = planned(service, GPUS, able)
+    assert "LoadPlan" not in kinds([m for _, _, m in h.sent])
+    (report,) = reports([m for _, _, m in h.sent])
+    assert f"expected one of {tried}, found node n0: {able[0]}; node n1: {', '.join(able[1].split())}" in report.reason
