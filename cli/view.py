@@ -172,6 +172,7 @@ def _model(model: ModelStatus) -> str:
 NO_MODELS = "no models: no trainer and no engine has registered yet"
 
 NODE_COLUMNS = ("node", "host", "address", ">pid", ">workers", ">clients", ">arenas", ">arena bytes", "services")
+GPU_COLUMNS = ("node", ">worker", "GPU", ">arenas", ">arena bytes", "NUMA node", "network card", "reaches")
 LINK_COLUMNS = ("model", "link", "service", ">lanes", ">bytes per swap", "state", ">last swap")
 SOURCE_COLUMNS = (">rank", "node/host", ">pid", ">tensors", ">bytes", "versions held", "given")
 TARGET_COLUMNS = ("replica", ">rank", "node/host", ">pid", ">tensors", ">bytes", "mode", "state", ">serves", ">staged")
@@ -181,6 +182,8 @@ def status_parts(report: StatusReport, nothing: str = NO_MODELS, *, with_events:
     """Yield a status report's lines and tables, top to bottom; `nothing` is the line without models."""
     yield f"coordinator: pid {report.coordinator_pid}, up {duration(report.uptime_s)}"
     yield grid("nodes", NODE_COLUMNS, map(_node, report.nodes))
+    if rows := [row for node in report.nodes for row in _gpus(node)]:
+        yield grid("GPUs", GPU_COLUMNS, rows)
     yield from versions_lines(report)
     yield from drained_lines(report)
     yield from problem_lines(report)
@@ -250,6 +253,24 @@ def _arena_bytes(node: NodeStatus) -> str:
     there = sum(gpu.arena_bytes for gpu in node.gpus)
     where = "a GPU" if len(node.gpus) == 1 else f"{len(node.gpus)} GPUs"
     return f"{size(node.arena_bytes)}, {size(there)} of it on {where}" if node.gpus else size(node.arena_bytes)
+
+
+def _gpus(node: NodeStatus) -> Iterator[Sequence[str]]:
+    """Yield a row for each GPU."""
+    arenas = {gpu.device: gpu for gpu in node.gpus}
+    for worker, lane in enumerate(node.lanes):
+        if lane.gpu:
+            held = arenas.get(lane.gpu)
+            yield (
+                node.node,
+                str(worker),
+                lane.gpu,
+                str(held.arenas if held else 0),
+                size(held.arena_bytes if held else 0),
+                "unknown" if lane.numa is None else str(lane.numa),
+                lane.card or "-",
+                ", ".join(node.lanes[peer].gpu for peer in lane.reaches if peer < len(node.lanes)) or "no other",
+            )
 
 
 def _link(link: LinkStatus) -> Sequence[str]:

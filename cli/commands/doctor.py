@@ -19,6 +19,7 @@ from refitd.buffers import capacity, cuda
 from refitd.config import default_runtime_dir
 from refitd.copy_services import Capabilities, registry
 from refitd.copy_services.registry import OWN, Offer
+from refitd.daemon.lanes import SYSFS, Gpu, cards, lanes_of, visible_gpus
 from refitd.errors import ConfigError, RefitdError
 from refitd_cli.group import EXIT_FAILED
 from refitd_cli.output import print_json, print_table, size, to_json
@@ -55,6 +56,7 @@ def all_findings(connect: Callable[[], ControlClient], address: str | None) -> I
     yield huge_pages(_read("/sys/kernel/mm/transparent_hugepage/shmem_enabled"), _read("/proc/meminfo"))
     yield descriptors()
     yield gpu_arenas()
+    yield network_cards(visible_gpus(), SYSFS)
     yield from backends()
     yield from wheels()
     yield runtime_dir(Path(address) if address else default_runtime_dir())
@@ -162,6 +164,21 @@ def gpu_arenas(survey: Callable[[], list[tuple[str, str]]] = cuda.survey) -> Che
         advice = f"register with device='cpu': {'; '.join(problems)}"
         return CheckResult(name, "warn", f"not on all of {text}", advice)
     return CheckResult(name, "ok", text)
+
+
+def network_cards(gpus: Sequence[Gpu], sysfs: Path) -> CheckResult:
+    """Check which network card is closest to each GPU. The configuration may choose others: see `refitctl status`."""
+    name, there = "network cards", cards(sysfs)
+    if not there:
+        return CheckResult(name, "ok", "none but virtual ones: the libraries choose among these")
+    lanes = lanes_of(gpus, len(gpus), {}, sysfs)
+    found = [f"{gpu.name} (NUMA node {_or_unknown(lane.numa)}): {lane.card}" for gpu, lane in zip(gpus, lanes, strict=True)]
+    listed = ", ".join(f"{card.name} (NUMA node {_or_unknown(card.spot.numa)})" for card in there)
+    return CheckResult(name, "ok", "; ".join([f"{len(there)}: {listed}", *found]))
+
+
+def _or_unknown(numa: int | None) -> str:
+    return "unknown" if numa is None else str(numa)
 
 
 def backends(offers: Callable[[], Iterable[Offer]] = registry.offers) -> Iterator[CheckResult]:

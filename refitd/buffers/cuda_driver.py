@@ -81,6 +81,8 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGet": (_ptr, ctypes.c_int),
     "cuDeviceGetAttribute": (_ptr, ctypes.c_int, ctypes.c_int),
     "cuDeviceGetUuid_v2": (_ptr, ctypes.c_int),
+    "cuDeviceGetPCIBusId": (_ptr, ctypes.c_int, ctypes.c_int),
+    "cuDeviceCanAccessPeer": (_ptr, ctypes.c_int, ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (_ptr, ctypes.c_int),
     "cuDevicePrimaryCtxRelease_v2": (ctypes.c_int,),
     "cuCtxPushCurrent_v2": (_ptr,),
@@ -163,10 +165,26 @@ class Driver:
 
     def name(self, index: int) -> str:
         """Return a GPU's name, the same in every process: its UUID, as `nvidia-smi -L` shows it."""
-        device, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
-        self.call("cuDeviceGet", ctypes.byref(device), index)
-        self.call("cuDeviceGetUuid_v2", ctypes.byref(found), device.value)
+        found = (ctypes.c_ubyte * 16)()
+        self.call("cuDeviceGetUuid_v2", ctypes.byref(found), self._device(index))
         return f"GPU-{uuid.UUID(bytes=bytes(found))}"
+
+    def bus_id(self, index: int) -> str:
+        """Return a GPU's PCI address: 0000:17:00.0."""
+        found = ctypes.create_string_buffer(32)
+        self.call("cuDeviceGetPCIBusId", found, len(found), self._device(index))
+        return found.value.decode().lower()
+
+    def reaches(self, index: int, peer: int) -> bool:
+        """Return whether a GPU can address the memory of another one; False for itself."""
+        found = ctypes.c_int()
+        self.call("cuDeviceCanAccessPeer", ctypes.byref(found), self._device(index), self._device(peer))
+        return bool(found.value)
+
+    def _device(self, index: int) -> int:
+        device = ctypes.c_int()
+        self.call("cuDeviceGet", ctypes.byref(device), index)
+        return device.value
 
 
 class Context:

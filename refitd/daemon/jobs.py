@@ -25,11 +25,12 @@ class WorkerArenas:
     of its memory. Other workers map it when a job between two GPUs needs it.
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, gpus: Sequence[str] = ()) -> None:
+        """Give GPU i to worker i; a GPU that is not listed gets the next worker with its first arena."""
         self._workers = workers
         self._known: dict[int, _KnownArena] = {}
         self._mapped: list[set[int]] = [set() for _ in range(workers)]
-        self._homes: dict[str, int] = {}  # GPUs in the order of their first arenas
+        self._homes = {gpu: worker for worker, gpu in enumerate(gpus)}
 
     def add(self, effects: Effects, arena: int, nbytes: int, device: str, *, write: bool) -> None:
         """Map a new arena in the workers; `device` is "" for main memory."""

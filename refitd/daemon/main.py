@@ -17,7 +17,6 @@ import zmq
 
 from refitd import service
 from refitd.buffers import capacity
-from refitd.buffers.cuda import visible_devices
 from refitd.buffers.permits import PAGE_ARENA, PermitPage
 from refitd.config import Config
 from refitd.copy_services.registry import installed
@@ -25,9 +24,10 @@ from refitd.daemon import actions as act
 from refitd.daemon.arena_files import ArenaFiles
 from refitd.daemon.clients import ClientInbox
 from refitd.daemon.coordinator import CoordinatorProcess, CoordinatorSockets, StartFailed, reachable_address
+from refitd.daemon.lanes import SYSFS, cpus_of, lanes_of, variables, visible_gpus
 from refitd.daemon.router import handle
 from refitd.daemon.state import DaemonState
-from refitd.daemon.workers import Workers
+from refitd.daemon.workers import Kit, Workers
 from refitd.errors import ConfigError, ProtocolError
 from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle, setup
@@ -74,7 +74,8 @@ class DaemonShell:
         self._config = config
         # check these before binding: a refusal must not leave sockets behind
         services, address = _services(config.transport.service), reachable_address(config)
-        workers = _workers_of(config)
+        gpus = visible_gpus()  # each has a worker, which its arenas share
+        lanes = lanes_of(gpus, max(config.node.workers, len(gpus)), config.node.cards, SYSFS)
         self._monitor = opened(config.metrics.address, partial(_monitor, config), log)
         self._poller = zmq.Poller()
         self._users = node_users(config)
@@ -83,12 +84,13 @@ class DaemonShell:
             config.node_name,
             socket.gethostname(),
             os.getpid(),
-            workers,
+            len(lanes),
             config.node.max_arena_bytes,
             address,
             services,
             config.node.keep_targets_s,
             config.transport.service if config.uses_keys else "",
+            lanes,
         )
         self._dealer = CoordinatorSockets(context, config.coordinator_endpoints, keys)
         self._trusted = ""  # the last address whose process was checked, see `_is_trusted`
@@ -114,7 +116,8 @@ class DaemonShell:
         self._watch(self._made_r, select.POLLIN)
         self._plans = OrderedDecoder[tuple[int, cluster.CoordinatorMessage]]("refitd-plans", self._told)
         self._problems: tuple[str, ...] = ()
-        self._workers = Workers(workers, self._watch)
+        kits = [Kit(variables(lane, config.node.cards, os.environ, SYSFS), cpus_of(lane, SYSFS)) for lane in lanes]
+        self._workers = Workers(kits, self._watch)
 
     def serve(self, stop: list[int], wakeup: int, coordinator: CoordinatorProcess | None, ready_fd: int | None) -> None:
         """Run until `stop` contains a signal number; write to `ready_fd` once clients can work."""
@@ -433,11 +436,6 @@ def _services(needed: str) -> tuple[str, ...]:
     if backend.join is None:
         raise ConfigError(f"transport.service {needed!r} does not cross nodes; {here}")
     return able
-
-
-def _workers_of(config: Config) -> int:
-    """Return the number of workers: as configured, and at least one for each GPU, since a GPU's arenas share one."""
-    return max(config.node.workers, visible_devices())
 
 
 def run(config: Config, coordinator: CoordinatorProcess | None, ready_fd: int | None) -> int:

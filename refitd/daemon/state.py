@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from refitd.daemon.arenas import LocalArenas, RetainedTargets, is_restoring
@@ -22,7 +23,7 @@ from refitd.daemon.verification import Proofs
 from refitd.errors import RefusedError
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION, clipped
-from refitd.protocol.reports import NodeStatus
+from refitd.protocol.reports import LaneStatus, NodeStatus
 from refitd.protocol.roles import check_role
 from refitd.text import brief
 
@@ -41,9 +42,10 @@ class DaemonState:
         services: tuple[str, ...] = ("shm",),
         keep_targets_s: float = 0.0,
         warms: str = "",
+        lanes: Sequence[LaneStatus] = (),
     ) -> None:
         self.node, self.host, self.pid = node, host, pid
-        self.address, self.services, self.workers = address, services, workers
+        self.address, self.services, self.workers, self.lanes = address, services, workers, tuple(lanes)
         self.worker_pids: dict[int, int] = {}
         self.problems: tuple[str, ...] = ()
         self.now = 0.0
@@ -53,7 +55,7 @@ class DaemonState:
         self.link = CoordinatorLink(node)
         self.clock = CoordinatorClock()
         self.permits = Permits(self.members)
-        self.maps = WorkerArenas(workers)
+        self.maps = WorkerArenas(workers, [lane.gpu for lane in lanes if lane.gpu])
         self.jobs = JobTable(self.maps)
         self.timeline = Timeline(self.jobs, self.members, self.worker_pids, self.clock)
         self.retained = RetainedTargets(keep_targets_s)
@@ -121,6 +123,7 @@ class DaemonState:
             address=self.address,
             services=self.services,
             gpus=tuple(self.arenas.gpus()),
+            lanes=self.lanes,
             problems=tuple(clipped(text) for text in self.problems),
             refused=self.refused.report(self.now),
         )

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from refitd.buffers import handoff
@@ -36,6 +36,28 @@ class _Process:
     lost: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """What a worker starts with: variables for its libraries, and the CPUs that it may use, if not all."""
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    cpus: Collection[int] = ()
+
+
+@contextlib.contextmanager
+def _on(cpus: Collection[int]) -> Iterator[None]:
+    """Have processes that this thread starts use only these CPUs, from their first instruction; () changes nothing."""
+    before = os.sched_getaffinity(0)
+    try:
+        if cpus:
+            with contextlib.suppress(OSError):  # the kernel or a control group does not allow it
+                os.sched_setaffinity(0, cpus)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, before)
+
+
 class Workers:
     """A fixed number of worker processes, each replaced when it dies.
 
@@ -44,9 +66,10 @@ class Workers:
         down: workers that are down -> time of their next start.
     """
 
-    def __init__(self, count: int, on_change: Callable[[int, int], None]) -> None:
-        """Start all workers; `on_change(fd, events)` requests polling of a descriptor (0: stop polling)."""
-        self._on_change = on_change
+    def __init__(self, kits: Sequence[Kit], on_change: Callable[[int, int], None]) -> None:
+        """Start a worker for each kit; `on_change(fd, events)` requests polling of a descriptor (0: stop polling)."""
+        self._on_change, self._kits = on_change, kits
+        count = len(kits)
         self._decoder: Decoder[sidecar.FromWorker] = Decoder(sidecar.FromWorker, handoff.MAX_DATAGRAM)
         self._quick_deaths = [0] * count
         self._how = [""] * count  # how the last process of each worker ended
@@ -178,13 +201,15 @@ class Workers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:
-            popen = subprocess.Popen(
-                [sys.executable, "-m", "refitd.worker", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                # Ctrl-C reaches the whole process group, but the daemon decides when workers end
-                start_new_session=True,
-            )
+            with _on(self._kits[worker].cpus):
+                popen = subprocess.Popen(
+                    [sys.executable, "-m", "refitd.worker", str(theirs.fileno())],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, **self._kits[worker].variables},
+                    # Ctrl-C reaches the whole process group, but the daemon decides when workers end
+                    start_new_session=True,
+                )
         except BaseException:
             ours.close()
             raise

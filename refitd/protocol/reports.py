@@ -369,6 +369,15 @@ class GpuStatus(Value, frozen=True):
     arena_bytes: Count
 
 
+class LaneStatus(Value, frozen=True):
+    """The devices of one worker (refitd.daemon.lanes). A worker without a GPU copies main memory only."""
+
+    gpu: Label = ""  # its UUID; "": none
+    numa: Small | None = None  # the NUMA node of its GPU, if known
+    card: Label = ""  # the network card that it uses; "": none was found
+    reaches: tuple[Small, ...] = ()  # workers whose GPUs its GPU can address
+
+
 class NodeStatus(Value, frozen=True):
     """One daemon."""
 
@@ -382,6 +391,7 @@ class NodeStatus(Value, frozen=True):
     address: Label = ""  # other nodes connect to its workers here
     services: tuple[Label, ...] = ()  # copy services that can run there
     gpus: tuple[GpuStatus, ...] = ()  # GPUs with arenas; `arenas` and `arena_bytes` count these too
+    lanes: tuple[LaneStatus, ...] = ()  # by worker
     problems: tuple[Text, ...] = ()  # current problems
     refused: tuple[RefusedRegistration, ...] = ()  # at most 64; the longest refused first
 

@@ -163,6 +163,17 @@ int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
     return gpu_of(device) < 0 ? INVALID_DEVICE : OK;
 }
 
+int cuDeviceGetPCIBusId(char *address, int length, int device) {
+    int gpu = gpu_of(device);
+    return gpu < 0 || snprintf(address, (size_t)length, "0000:%02X:00.0", 0x1a + 0x10 * gpu) >= length ? INVALID_DEVICE : OK;
+}
+
+int cuDeviceCanAccessPeer(int *can, int device, int peer) {
+    int gpu = gpu_of(device), other = gpu_of(peer);
+    *can = gpu >= 0 && gpu != other && is_linked(gpu, other);
+    return gpu < 0 || other < 0 ? INVALID_DEVICE : OK;
+}
+
 int cuDevicePrimaryCtxRetain(void **context, int device) {
     ENTER();
     int gpu = gpu_of(device);
