@@ -172,7 +172,9 @@ def network_cards(gpus: Sequence[Gpu], sysfs: Path) -> CheckResult:
     if not there:
         return CheckResult(name, "ok", "none but virtual ones: the libraries choose among these")
     lanes = lanes_of(gpus, len(gpus), {}, sysfs)
-    found = [f"{gpu.name} (NUMA node {_or_unknown(lane.numa)}): {lane.card}" for gpu, lane in zip(gpus, lanes, strict=True)]
+    found = [
+        f"{gpu.name} (NUMA node {_or_unknown(lane.numa)}): {lane.card}" for gpu, lane in zip(gpus, lanes, strict=True)
+    ]
     listed = ", ".join(f"{card.name} (NUMA node {_or_unknown(card.spot.numa)})" for card in there)
     return CheckResult(name, "ok", "; ".join([f"{len(there)}: {listed}", *found]))
 

@@ -162,9 +162,7 @@ def _closest(spot: Spot, there: Sequence[Card], uses: Mapping[str, int]) -> Card
     return min(there, key=distance, default=None)
 
 
-def variables(
-    lane: LaneStatus, chosen: Mapping[str, str], environ: Mapping[str, str], sysfs: Path
-) -> dict[str, str]:
+def variables(lane: LaneStatus, chosen: Mapping[str, str], environ: Mapping[str, str], sysfs: Path) -> dict[str, str]:
     """Return the variables by which the libraries of a worker use its card; those in `environ` are left alone.
 
     An interface without RDMA is named to them only if the configuration chose it: it may have no address, and the

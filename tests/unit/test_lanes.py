@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from refitd.daemon.lanes import Gpu, cards, cpus_of, gpus_of, lanes_of, spot_of, variables
+from refitd.daemon.lanes import Gpu, cpus_of, gpus_of, lanes_of, spot_of, variables
 from refitd.daemon.workers import Kit, Workers
 from refitd.errors import ConfigError
 from refitd.protocol import sidecar
-from refitd.protocol.reports import LaneStatus
+from refitd.protocol.reports import GpuStatus, LaneStatus, NodeStatus
 from refitd.testing import eventually
+from refitd_cli import view
+from refitd_cli.commands import doctor
 from tests.support import fake_cuda
 from tests.support.sysfs import Tree, dgx, gpu_address
 
@@ -111,6 +113,14 @@ def test_libraries_are_told_the_card_unless_the_user_told_them(tmp_path: Path, c
     assert variables(LaneStatus(card=card), wanted, environ, dgx(tmp_path).root) == expected
 
 
+def ready(workers: Workers, worker: int) -> int:
+    """Wait for a worker's first message; return its pid."""
+    said: list[sidecar.FromWorker] = []
+    eventually(lambda: said.extend(workers.receive(worker)) or said, "the worker is ready")
+    assert isinstance(said[0], sidecar.WorkerReady)
+    return said[0].pid
+
+
 def test_workers_start_with_their_card_on_the_cpus_of_their_gpu(tmp_path: Path) -> None:
     usable = sorted(os.sched_getaffinity(0))
     tree = dgx(tmp_path, (f"{usable[0]},4090-4095", f"{usable[-1]}"))
@@ -120,9 +130,7 @@ def test_workers_start_with_their_card_on_the_cpus_of_their_gpu(tmp_path: Path) 
     try:
         workers.restart(1)
         for worker, card, cpus in ((0, "mlx5_1", {usable[0]}), (1, "mlx5_8", {usable[-1]}), (2, "mlx5_0", {*usable})):
-            said: list[sidecar.FromWorker] = []
-            eventually(lambda: said.extend(workers.receive(worker)) or said, "the worker is ready")
-            (pid,) = [one.pid for one in said if isinstance(one, sidecar.WorkerReady)]
+            pid = ready(workers, worker)
             assert os.sched_getaffinity(pid) == cpus
             assert f"UCX_NET_DEVICES={card}:1".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         assert os.sched_getaffinity(0) == {*usable}
@@ -139,4 +147,17 @@ def test_the_driver_tells_addresses_and_links(monkeypatch: pytest.MonkeyPatch) -
         Gpu(made.name(0), gpu_address(0), (1,)),
         Gpu(made.name(1), gpu_address(1), (0, 2)),
         Gpu(made.name(2), gpu_address(2)),
+    ]
+
+
+def test_doctor_and_status_show_each_gpu_with_its_card(tmp_path: Path) -> None:
+    tree = dgx(tmp_path / "dgx")
+    found = doctor.network_cards(gpus(5), tree.root).found
+    assert found.startswith("10: mlx5_0 (NUMA node 0), mlx5_1 ") and "; GPU-4 (NUMA node 1): mlx5_5" in found
+    assert "none but virtual ones" in doctor.network_cards(gpus(1), tmp_path / "nothing").found
+    lanes = lanes_of([Gpu("GPU-0", gpu_address(0), (1,)), Gpu("GPU-1", "0000:ff:00.0")], 3, {}, tree.root)
+    node = NodeStatus("n0", "h", 1, (), 0, 3, 30, lanes=tuple(lanes), gpus=(GpuStatus("GPU-0", 2, 20),))
+    assert [*view._gpus(node)] == [
+        ("n0", "0", "GPU-0", "2", "20 B", "0", "mlx5_1", "GPU-1"),
+        ("n0", "1", "GPU-1", "0", "0 B", "unknown", "mlx5_0", "no other"),
     ]

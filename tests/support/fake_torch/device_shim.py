@@ -10,10 +10,12 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -130,6 +132,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     "refitd.copy_services.nvshmem": {"DeviceStream": Stream, "make_current": make_current},
     "refitd.copy_services.waits": {"DeviceStream": Stream},
     "refitd.describe.memory": {"gpu_of": gpu_of},
+    "refitd.daemon.lanes": {"SYSFS": Path(os.environ.get("FAKE_SYSFS", "/sys"))},
     "refitd.client.arenas": {"gpu_of": gpu_of, "settle": lambda gpu: None},
     "refitd.client.adopt": {"settle": lambda gpu: None},
     "refitd.client.memory_block": {"gpu_of": gpu_of},
