@@ -15,6 +15,7 @@ COMMANDS = {
     "verify": "refitd_cli.commands.verify:verify",
     "history": "refitd_cli.commands.history:history",
     "status": "refitd_cli.commands.status:status",
+    "wait": "refitd_cli.commands.wait:wait",
     "watch": "refitd_cli.commands.status:watch",
     "dashboard": "refitd_cli.commands.dashboard:dashboard",
     "models": "refitd_cli.commands.models:models",
@@ -37,7 +38,10 @@ COMMANDS = {
 }
 
 
-@click.group(cls=Commands, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+OF_REFITD = {name: f"refitd {name}" for name in ("serve", "coordinator")}
+
+
+@click.group(cls=Commands, lazy=COMMANDS, elsewhere=OF_REFITD, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="refitd")
 @click.pass_context
 def main(ctx: click.Context) -> None:

@@ -9,6 +9,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import click
 
+from refitd_cli import control
 from refitd_cli.group import Commands
 
 COMMANDS = {
@@ -16,8 +17,16 @@ COMMANDS = {
     "coordinator": "refitd_cli.commands.serve:coordinator",
 }
 
+OF_REFITCTL = {name: f"refitctl {name}" for name in control.COMMANDS}
 
-@click.group(cls=Commands, lazy=COMMANDS, prints=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+@click.group(
+    cls=Commands,
+    lazy=COMMANDS,
+    elsewhere=OF_REFITCTL,
+    prints=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(package_name="refitd")
 def main() -> None:
     """Keep a node's weights, and bring new ones into its engines."""

@@ -14,7 +14,7 @@ import click
 from refitd.errors import ConfigError, PlanError, RefitdError
 from refitd.logs import as_error
 from refitd.service import end
-from refitd.text import printable
+from refitd.text import nearest, printable
 from refitd_cli import ends
 
 EXIT_FAILED = 1
@@ -25,8 +25,41 @@ EXTRAS = {"torch": "torch", "opentelemetry": "otel", "opentelemetry.sdk": "otel"
 _SENTENCE = 400  # characters
 
 
+# Options of most commands, which may precede the command's name; with whether a value follows.
+SHARED = {"--json": False, "--address": True, "--uid": True}
+
+
 class Listed(click.Group):
-    """A group whose --help has the whole first sentence of each command; click's would cut it to one line."""
+    """A group whose --help has the whole first sentence of each command; click's would cut it to one line.
+
+    `elsewhere` maps names of another program's commands to how they are called.
+    """
+
+    def __init__(self, *args: Any, elsewhere: Mapping[str, str] = {}, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._elsewhere = elsewhere
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the arguments; options of SHARED before the command become the command's."""
+        count = 0
+        while count < len(args) and (found := args[count].partition("="))[0] in SHARED:
+            count += 2 if SHARED[found[0]] and not found[1] else 1
+        if 0 < count < len(args):
+            args = [args[count], *args[:count], *args[count + 1 :]]
+        return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; the error for an unknown one names the nearest."""
+        name = args[0] if args else ""
+        if not ctx.resilient_parsing and not name.startswith("-") and self.get_command(ctx, name) is None:
+            known = {each: f"{ctx.command_path} {each}" for each in self.list_commands(ctx)}
+            meant = self._elsewhere.get(name)
+            if meant is None and (close := nearest(name, known, 1, cutoff=0.6)):
+                meant = known[close[0]]
+            raise click.UsageError(f"No such command {name!r}.{f' Did you mean `{meant}`?' if meant else ''}", ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write every command with the first sentence of its help."""

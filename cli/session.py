@@ -44,6 +44,7 @@ class ControlClient(Protocol):
         *,
         timeout: float | None = None,
         queue: bool = False,
+        wait: float = 0.0,
         on_progress: Callable[[SwapProgress], None] | None = None,
     ) -> SwapReport:
         """Make a version live everywhere; raise SwapFailed if it is not."""
@@ -54,6 +55,7 @@ class ControlClient(Protocol):
         versions: Mapping[str, int | None],
         *,
         timeout: float | None = None,
+        wait: float = 0.0,
         on_progress: Callable[[SwapProgress], None] | None = None,
     ) -> dict[str, SwapReport]:
         """Make versions of several models live by one decision; as `swap`."""
@@ -181,6 +183,9 @@ def _note_uid(ctx: click.Context, _: click.Parameter, uid: int | None) -> None:
     ctx.meta[_UID] = uid
 
 
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
 class Number(click.FloatRange):
     """A number within limits. click's own range takes nan, because nan is neither below nor above any limit."""
 
@@ -190,6 +195,21 @@ class Number(click.FloatRange):
         if math.isnan(found):
             self.fail(f"{value!r} is not a number.", param, ctx)
         return found
+
+
+class Duration(Number):
+    """Seconds within limits: 5, 5s, 2m, 500ms or 1h."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the seconds; fail if the text is no duration, or out of range."""
+        found = re.fullmatch(r"([0-9.]+)\s*(ms|s|m|min|h)", value) if isinstance(value, str) else None
+        try:
+            seconds = float(value) if found is None else float(found[1]) * _UNITS[found[2]]
+        except ValueError:
+            self.fail(f"{value!r} is no duration: give seconds, or 500ms, 5s, 2m, 1h.", param, ctx)
+        return super().convert(seconds, param, ctx)
 
 
 DEADLINE_S = 1.0

@@ -75,7 +75,7 @@ for node in $nodes; do
 done
 export REFITD_RUNTIME_DIR="$dir" MASTER_ADDR="$head"
 start "a daemon without a coordinator" on "$nodes" sh -c \
-    'for _ in $(seq 60); do refitctl status >/dev/null 2>&1 && exit; sleep 1; done; refitctl status'
+    'refitctl wait --timeout 60s >/dev/null'
 ended
 if [ "$status" != 0 ]; then
     say "$name ended with status $status; the job ends before it has begun"

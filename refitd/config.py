@@ -24,6 +24,10 @@ MAX_PORT = LAST_PORT - 1  # the next one is a standalone daemon's coordinator's
 Positive = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
+_MODELS = "REFITD_MODELS"
+_OTHER_VARIABLES = ("REFITD_RUNTIME_DIR", "REFITD_DAEMON_UID")  # which clients read too
+
+
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A table of the file; unknown keys are refused."""
 
@@ -241,11 +245,14 @@ def read(
 ) -> tuple[Config, dict[str, str]]:
     """Read `path` (None: defaults), then REFITD_NODE__WORKERS=4 style variables, then `flags` ("node.workers": 4).
 
+    $REFITD_MODELS holds the tables of models: '{ "NAME" = { auto_swap = true } }'.
+
     Return the configuration, and for each key that is set ("node.workers") what has set it: the file, the variable or
     the flag.
 
     Raises:
-        ConfigError: the file cannot be read, is not TOML, or has an unknown key or a bad value.
+        ConfigError: the file cannot be read, is not TOML, has an unknown key or a bad value; or a variable
+            is misspelt.
     """
     values: dict[str, Any] = {}
     where = "configuration"
@@ -264,7 +271,13 @@ def read(
         for key in table if isinstance(table, dict) else ():
             _note(origins, f"{section}.{key}", table[key], where)
     for variable, text in sorted(environ.items()):
-        _check_underscores(variable)
+        if variable == _MODELS:
+            for name, table in _models(text).items():
+                for key, value in table.items():
+                    _set(values.setdefault("models", {}), name, key, value, variable)
+                    _note(origins, f"models.{name}.{key}", value, variable)
+            continue
+        _check_spelling(variable)
         section, _, key = variable.removeprefix("REFITD_").lower().partition("__")
         if variable.startswith("REFITD_") and key:
             _set(values, section, key, _parse(text), variable)
@@ -326,17 +339,33 @@ def _meant(section: str, key: str) -> str:
     return f" (did you mean `{close[0]}`?)" if close else ""
 
 
-def _check_underscores(variable: str) -> None:
-    """Refuse a variable like REFITD_NODE_WORKERS, which would be ignored: it lacks an underscore."""
+def _models(text: str) -> dict[str, dict[str, Any]]:
+    """Return the tables of $REFITD_MODELS; raises ConfigError if it is not a table of tables."""
+    found = _parse(text)
+    if isinstance(found, dict) and all(isinstance(table, dict) for table in found.values()):
+        return found
+    raise ConfigError(f"{_MODELS} is {text[:80]!r}, expected tables of TOML: '{{ \"NAME\" = {{ auto_swap = true }} }}'")
+
+
+def _check_spelling(variable: str) -> None:
+    """Refuse a variable that is almost one of ours, such as REFITD_WORKERS or REFITD_NODE_WORKERS: it has no effect."""
+    if variable.startswith(f"{_MODELS}_"):
+        raise ConfigError(
+            f"{variable}: a variable's name cannot hold every model's name; "
+            f"set {_MODELS}='{{ \"NAME\" = {{ auto_swap = true }} }}'"
+        )
+    prefix, _, rest = re.sub("[^a-z]+", "_", variable.lower()).strip("_").partition("_")
+    is_ours = variable.startswith("REFITD_") and "__" in variable
+    if prefix not in ("refitd", "refit") or is_ours or variable in _OTHER_VARIABLES:
+        return
+    meant: dict[str, list[str]] = {}
     for section in _keys(""):
-        prefix = f"REFITD_{section.upper()}_"
-        key = variable.removeprefix(prefix).lower()
-        if not variable.startswith(prefix) or key.startswith("_"):
-            continue
-        if close := difflib.get_close_matches(key, _keys(section), 1, 0.8):
-            raise ConfigError(
-                f"{variable}: two underscores separate section and key; did you mean {prefix}_{close[0].upper()}?"
-            )
+        for key in _keys(section):
+            for spelling in (key, f"{section}_{key}"):
+                meant.setdefault(spelling, []).append(f"REFITD_{section}__{key}".upper())
+    # high enough for variables that Kubernetes sets for a service called refitd, such as REFITD_COORDINATOR_PORT
+    if close := difflib.get_close_matches(rest, meant, 1, 0.85):
+        raise ConfigError(f"{variable}: it would have no effect; did you mean {' or '.join(meant[close[0]])}?")
 
 
 def _set(values: dict[str, Any], section: str, key: str, value: Any, origin: str) -> None:

@@ -51,7 +51,7 @@ def unprintable(text: str) -> str:
 def shown(value: Any) -> str:
     """Return a value's repr, truncated, and its type, for an error message."""
     try:
-        found = repr(value)
+        found = " ".join(repr(value).split())  # a tensor's has several lines
     except Exception:  # a foreign class's repr may raise; the error message must not be lost
         found = "..."
     return f"{found[:80]} ({type(value).__name__})"
@@ -62,6 +62,6 @@ def named(labels: Sequence[str]) -> str:
     return labels[0] + (f" and {len(labels) - 1} more like it" if len(labels) > 1 else "")
 
 
-def nearest(name: str, known: Iterable[str], count: int = 5) -> list[str]:
-    """Return the known names most similar to an unknown name, the most similar first."""
-    return difflib.get_close_matches(name, list(known), count, cutoff=0.3)
+def nearest(name: str, known: Iterable[str], count: int = 5, cutoff: float = 0.3) -> list[str]:
+    """Return the known names most similar to an unknown name, the most similar first; `cutoff` is in 0..1."""
+    return difflib.get_close_matches(name, list(known), count, cutoff)

@@ -10,7 +10,7 @@ import click
 
 from refitd_cli.commands.swap import perform
 from refitd_cli.output import bytes_bar, duration, print_json, rate, say, size, to_json
-from refitd_cli.session import Number, Session, address_option, json_option, model_names
+from refitd_cli.session import Duration, Session, address_option, json_option, model_names
 
 if TYPE_CHECKING:
     from refitd.client import Client
@@ -53,7 +53,7 @@ def _part(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, i
 @click.option("--swap", is_flag=True, help="Bring it into every replica, too.")
 @click.option(
     "--timeout",
-    type=Number(min=0, min_open=True),
+    type=Duration(min=0, min_open=True),
     default=60.0,
     show_default=True,
     metavar="S",
@@ -154,7 +154,7 @@ def _size(ctx: click.Context, param: click.Parameter, text: str) -> int:
 @click.option("--max-shard-size", "shard_bytes", callback=_size, default="5GB", show_default=True, metavar="SIZE")
 @click.option(
     "--timeout",
-    type=Number(min=0, min_open=True),
+    type=Duration(min=0, min_open=True),
     default=120.0,
     show_default=True,
     metavar="S",

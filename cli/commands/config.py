@@ -81,8 +81,8 @@ def in_force(found: Config) -> dict[str, dict[str, Any]]:
     for name, table in tables.items():
         for key, value in table.items():
             # the value may be a secret key instead of its file
-            if isinstance(value, str) and keys.is_key(value) and (name, key) != ("security", "server_key"):
-                table[key] = HIDDEN
+            if (name, key) != ("security", "server_key") and isinstance(value, str):
+                table[key] = HIDDEN if keys.is_key(value) and not keys.is_path(value) else value
     return tables
 
 

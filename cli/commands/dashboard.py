@@ -15,7 +15,7 @@ from refitd_cli.dashboard import Pages, Shown
 from refitd_cli.opened import Opened
 from refitd_cli.output import print_json, say, to_json
 from refitd_cli.printed import DashboardServed
-from refitd_cli.session import ControlClient, Number, Session, address_option, json_option
+from refitd_cli.session import ControlClient, Duration, Session, address_option, json_option
 
 SWAPS = 50
 LOOPBACK = "127.0.0.1"
@@ -26,7 +26,7 @@ CLOSE_S = 5.0
 @click.option("--port", type=click.IntRange(0, 65535), default=9480, show_default=True, help="0: any free one.")
 @click.option(
     "--interval",
-    type=Number(min=0.2, max=3600),
+    type=Duration(min=0.2, max=3600),
     default=1.0,
     show_default=True,
     metavar="S",

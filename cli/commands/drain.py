@@ -6,14 +6,14 @@ import click
 
 from refitd.protocol.reports import DrainReport
 from refitd_cli.output import print_json, say, swap_bar, to_json
-from refitd_cli.session import Number, Session, address_option, json_option, node_names
+from refitd_cli.session import Duration, Session, address_option, json_option, node_names
 
 
 @click.command()
 @click.argument("node", shell_complete=node_names)
 @click.option(
     "--timeout",
-    type=Number(min=0),
+    type=Duration(min=0),
     metavar="S",
     help="Seconds to wait for swaps in which the node takes part.  [default: until their own deadlines]",
 )

@@ -31,7 +31,7 @@ from refitd_cli.session import Session, address_option, json_option, model_names
 )
 @click.option("--layout", "layout_file", metavar="FILE", help="Instead of MODEL: a layout to write rank by rank.")
 @click.option("--model", "model_file", metavar="FILE", help="The layout's model, over the one it names.")
-@click.option("--output", metavar="FILE", help="Write there instead of on stdout.")
+@click.option("-o", "--output", metavar="FILE", help="Write there instead of on stdout.")
 @address_option
 @json_option
 @click.pass_obj

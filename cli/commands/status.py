@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 import click
 from msgspec import structs
 
-from refitd.errors import TransportError
+from refitd.errors import RefusedError, TransportError
 from refitd.protocol.reports import StatusReport
 from refitd.text import printable
 from refitd_cli.output import Grid, bar_columns, bar_fields, console, print_json, say, to_json
-from refitd_cli.session import ControlClient, Number, Session, address_option, json_option, model_names
+from refitd_cli.session import ControlClient, Duration, Session, address_option, json_option, model_names, node_names
 from refitd_cli.view import NO_MODELS, print_parts, screen_parts, status_parts
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ DAY_S = 86400.0
 @click.argument("model", required=False, shell_complete=model_names)
 @click.option(
     "--interval",
-    type=Number(min=0.1, max=DAY_S),
+    type=Duration(min=0.1, max=DAY_S),
     default=1.0,
     show_default=True,
     metavar="S",
@@ -41,7 +41,7 @@ DAY_S = 86400.0
 @click.option(
     "--wait",
     "wait_s",
-    type=Number(min=0, max=DAY_S),
+    type=Duration(min=0, max=DAY_S),
     default=60.0,
     show_default=True,
     metavar="S",
@@ -231,16 +231,43 @@ def _text(text: str, style: str = "") -> RenderableType:
     return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")  # one line, as is counted on
 
 
+def _on(report: StatusReport, node: str | None) -> StatusReport:
+    """Return the status of one node: its line, its links, and the models with ranks on it."""
+    if node is None:
+        return report
+    known = [each.node for each in report.nodes]
+    if node not in known:
+        raise RefusedError(f"no node {node!r} is connected; connected nodes: {', '.join(known) or 'none'}")
+    models = (
+        structs.replace(
+            model,
+            sources=tuple(source for source in model.sources if source.node == node),
+            targets=tuple(target for target in model.targets if target.node == node),
+        )
+        for model in report.models
+    )
+    return structs.replace(
+        report,
+        nodes=tuple(each for each in report.nodes if each.node == node),
+        models=tuple(model for model in models if model.sources or model.targets),
+        links=tuple(link for link in report.links if node in (link.source, link.target)),
+    )
+
+
 @click.command()
+@click.argument("model", required=False, shell_complete=model_names)
+@click.option("--node", metavar="NAME", shell_complete=node_names, help="Only this node, and the ranks on it.")
 @click.option("--events", "with_events", is_flag=True, help="Also the last events of each swap and each target rank.")
 @address_option
 @json_option
 @click.pass_obj
-def status(session: Session, address: str | None, as_json: bool, with_events: bool) -> None:
-    """Show the cluster as the coordinator sees it."""
+def status(
+    session: Session, model: str | None, node: str | None, address: str | None, as_json: bool, with_events: bool
+) -> None:
+    """Show the cluster, or only MODEL, as the coordinator sees it."""
     with session.client(address) as client:
-        report = client.status()
+        report = _on(_only(client.status(), model), node)
     if as_json:
         print_json(to_json(report))
     else:
-        print_parts(status_parts(report, with_events=with_events))
+        print_parts(status_parts(report, _nothing(model), with_events=with_events))

@@ -14,7 +14,7 @@ from refitd.states import MemberState, SwapOutcome
 from refitd_cli.group import EXIT_FAILED, error_object
 from refitd_cli.output import duration, print_json, print_table, rate, say, share, size, swap_bar, to_json, version
 from refitd_cli.printed import SwapAborted
-from refitd_cli.session import ControlClient, Number, Session, address_option, json_option, model_names
+from refitd_cli.session import ControlClient, Duration, Session, address_option, json_option, model_names
 
 EXIT_INTERRUPTED = 130
 BLAMED = {MemberState.LOST, MemberState.FAILED, MemberState.LATE, MemberState.POISONED}
@@ -23,7 +23,7 @@ BLAMED = {MemberState.LOST, MemberState.FAILED, MemberState.LATE, MemberState.PO
 @click.command()
 @click.argument("model", shell_complete=model_names)
 @click.option("--version", "number", type=click.IntRange(min=0), help="Which one.  [default: the newest complete one]")
-@click.option("--timeout", type=Number(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
+@click.option("--timeout", type=Duration(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
 @click.option(
     "--with",
     "others",
@@ -33,6 +33,14 @@ BLAMED = {MemberState.LOST, MemberState.FAILED, MemberState.LATE, MemberState.PO
     help="Decide this model together with it.",
 )
 @click.option("--queue", is_flag=True, help="Wait for a swap of the model that is running, instead of being refused.")
+@click.option(
+    "--wait",
+    "wait_s",
+    type=Duration(min=0),
+    default=0.0,
+    metavar="S",
+    help="Seconds to wait for missing ranks and for the version.",
+)
 @address_option
 @json_option
 @click.pass_context
@@ -43,6 +51,7 @@ def swap(
     timeout: float | None,
     others: tuple[str, ...],
     queue: bool,
+    wait_s: float,
     address: str | None,
     as_json: bool,
 ) -> None:
@@ -53,11 +62,11 @@ def swap(
     if others:
         if queue:
             raise click.UsageError("--queue and --with exclude each other")
-        _perform_together(ctx, {model: number} | dict(map(_parsed, others)), timeout, address, as_json)
+        _perform_together(ctx, {model: number} | dict(map(_parsed, others)), timeout, wait_s, address, as_json)
         return
 
     def ask(client: ControlClient, on_progress: Callable[[SwapProgress], None] | None) -> SwapReport:
-        return client.swap(model, number, timeout=timeout, queue=queue, on_progress=on_progress)
+        return client.swap(model, number, timeout=timeout, queue=queue, wait=wait_s, on_progress=on_progress)
 
     perform(ctx, model, address, as_json, ask)
 
@@ -98,7 +107,12 @@ def _parsed(text: str) -> tuple[str, int | None]:
 
 
 def _perform_together(
-    ctx: click.Context, versions: dict[str, int | None], timeout: float | None, address: str | None, as_json: bool
+    ctx: click.Context,
+    versions: dict[str, int | None],
+    timeout: float | None,
+    wait_s: float,
+    address: str | None,
+    as_json: bool,
 ) -> None:
     """Swap several models by one decision, show the outcome of each, and exit."""
     session: Session = ctx.obj
@@ -106,7 +120,7 @@ def _perform_together(
     reports: list[SwapReport] = []
     with session.client(address) as client, swap_bar(", ".join(versions)) as on_progress:
         try:
-            reports = [*client.swap_together(versions, timeout=timeout, on_progress=on_progress).values()]
+            reports = [*client.swap_together(versions, timeout=timeout, wait=wait_s, on_progress=on_progress).values()]
         except SwapFailed as exc:
             reports, error = [*exc.together], exc
     if as_json:
@@ -207,7 +221,7 @@ def _row(member: MemberReport) -> tuple[str, ...]:
 @click.command()
 @click.argument("model", shell_complete=model_names)
 @click.option("--version", "number", type=click.IntRange(min=0), help="[default: the one before the live one]")
-@click.option("--timeout", type=Number(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
+@click.option("--timeout", type=Duration(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
 @address_option
 @json_option
 @click.pass_context

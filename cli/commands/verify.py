@@ -8,12 +8,12 @@ from refitd.protocol.reports import Difference, MemberProof, VerifyReport
 from refitd.states import ProofState
 from refitd_cli.group import EXIT_FAILED
 from refitd_cli.output import duration, print_json, print_table, say, size, to_json, version
-from refitd_cli.session import Number, Session, address_option, json_option, model_names
+from refitd_cli.session import Duration, Session, address_option, json_option, model_names
 
 
 @click.command()
 @click.argument("model", shell_complete=model_names)
-@click.option("--timeout", type=Number(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
+@click.option("--timeout", type=Duration(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
 @address_option
 @json_option
 @click.pass_context

@@ -50,7 +50,7 @@ def seconds(what: str, value: Any) -> float:
         RefusedError: the value is not a number, negative, or above MAX_SECONDS: every wait must end.
     """
     found = math.nan
-    if not isinstance(value, str | bytes | bytearray) and value is not None:
+    if not isinstance(value, str | bytes | bytearray | bool) and value is not None:
         try:
             found = float(value)
         except Exception:

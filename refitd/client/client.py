@@ -6,7 +6,9 @@ import atexit
 import contextlib
 import logging
 import os
+import re
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from refitd.describe.renames import Names
 
     Registered: TypeAlias = Source | StreamedSource | Target | ReplicaController
+
+# Between two attempts to reach a daemon that is starting.
+CONNECT_PAUSE_S = 0.05
 
 # Escape log lines: they go to the application's handlers and contain names and reasons from other processes.
 _log = logging.getLogger("refitd.client")
@@ -421,6 +426,7 @@ def connect(
     uid: int | None = None,
     reconnect: bool = True,
     lives_with: Lifeline | None = None,
+    wait: float = 0.0,
 ) -> Client:
     """Connect to the daemon of this node.
 
@@ -437,6 +443,7 @@ def connect(
         lives_with: the processes that this one serves for, an engine's server for instance. Once one of them has ended,
             the client closes its registrations, to let the server's successor register under the same names. Every
             target's `version` becomes None, and calls raise Orphaned.
+        wait: seconds to wait for a daemon that is still starting.
 
     Raises:
         TransportError: no daemon runs there, or it does not answer.
@@ -452,6 +459,11 @@ def connect(
         directory = Path(address) if address is not None else default_runtime_dir()
     except TypeError:
         raise RefusedError(f"address is {shown(address)}, expected the directory of a daemon") from None
+    if re.match(r"[a-z]+://|[\w.-]+:\d+$", str(address)):
+        raise ConfigError(
+            f"address is {shown(address)}, expected the runtime directory of a daemon on this host; clients talk to it "
+            "alone, and it connects to the coordinator (coordinator.endpoint in its configuration)"
+        )
     if found := unprintable(str(directory)):
         raise ConfigError(f"address {str(address)!r} {found}; give the daemon's runtime directory")
     is_named = address is not None or bool(os.environ.get("REFITD_RUNTIME_DIR"))
@@ -461,4 +473,11 @@ def connect(
     def dial(within_s: float) -> Connection:
         return Connection(directory, name, within_s, uid, may_be_link=is_named)
 
-    return Client(Line(dial, timeout, reconnect=reconnect), lives_with)
+    deadline = time.monotonic() + seconds("wait", wait)
+    while True:
+        try:
+            return Client(Line(dial, timeout, reconnect=reconnect), lives_with)
+        except TransportError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(CONNECT_PAUSE_S)

@@ -181,16 +181,10 @@ class CommitState:
             "answer, so that another version may be live; look at `refitctl status`"
         )
 
-    def check_connected(self) -> None:
-        """Raise the error that ended the registration, or the connection to its daemon, if one has."""
+    def check_open(self) -> None:
+        """Raise the error that ended the registration or the connection to its daemon; RefusedError once closed."""
         if (failure := self.rank.ended) is not None:
             raise from_code(failure.code, failure.message)
-
-    def check_open(self) -> None:
-        """Raise like `check_connected`; also raise RefusedError once the target is closed."""
-        self.check_connected()
-        if self.rank.bond is Bond.CLOSED:
-            raise RefusedError(self.rank.fenced)
 
     def tell(self, message: local.Told | local.StepReached) -> None:
         """Report a commit's progress to the daemon. If the daemon has ended, its successor will learn the outcome."""
@@ -222,7 +216,7 @@ class CommitState:
         """Stop committing and serving."""
         with self.lock:
             self.permit = None  # the permit is no longer renewed: another version may go live without this rank
-            text = f"{self.rank.member} is registered no more: it was closed; register_target again"
+            text = f"{self.rank.member} was closed; register_target again"
             self.step(rank_state.Closed(text))
 
     def _may_be_written(self) -> bool:

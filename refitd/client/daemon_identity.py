@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import pwd
 import socket
@@ -36,8 +37,9 @@ def trusted(uid: int | None, environ: Mapping[str, str] = os.environ) -> Trusted
         ConfigError: `uid` or the variable is not a user id, or a similar variable is set (probably a typing error).
     """
     where, found = "uid", uid
-    if wrong := [name for name in environ if name.startswith("REFITD_DAEMON") and name != VARIABLE]:
-        raise ConfigError(f"the environment variable {wrong[0]} means nothing; did you mean {VARIABLE}?")
+    # not those that Kubernetes sets for a service called refitd-daemon, such as REFITD_DAEMON_PORT
+    if VARIABLE not in environ and (wrong := difflib.get_close_matches(VARIABLE, environ, 1, 0.85)):
+        raise ConfigError(f"the environment variable {wrong[0]} has no effect; did you mean {VARIABLE}?")
     if uid is None and (text := environ.get(VARIABLE)):
         where = f"the environment variable {VARIABLE}"
         try:
@@ -66,8 +68,8 @@ def enter(directory: Path, whose: Trusted, timeout: float, *, may_be_link: bool)
     try:
         _check_directory(directory, whose, may_be_link=may_be_link)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    except (FileNotFoundError, NotADirectoryError) as exc:
-        raise _nobody(directory) from exc
+    except (FileNotFoundError, NotADirectoryError):
+        raise _nobody(directory) from None
     except PermissionError as exc:
         raise _closed(path) from exc
     except OSError as exc:
@@ -81,7 +83,7 @@ def enter(directory: Path, whose: Trusted, timeout: float, *, may_be_link: bool)
     except BaseException as exc:
         sock.close()
         if isinstance(exc, FileNotFoundError | ConnectionRefusedError | NotADirectoryError):
-            raise _nobody(directory) from exc
+            raise _nobody(directory) from None
         if isinstance(exc, PermissionError):
             raise _closed(path) from exc
         if isinstance(exc, OSError):

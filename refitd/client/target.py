@@ -174,7 +174,7 @@ class Target:
             raise RefusedError("begin is False, and no step is given that does not begin; pass step=")
         prepare = self._points.polled(step, begin=begin)
         if prepare is None:
-            state.check_connected()
+            state.check_open()
             return None
         if self._take_over.ends_elsewhere(prepare):
             return prepare.version

@@ -298,7 +298,7 @@ def _filled(before: RankState, event: Event, moved: RankState) -> tuple[RankStat
             moved = replace(moved, suspended=isinstance(event, Suspended), version=version)
         case Evicted(member, reason, exchanged):
             if before.bond is Bond.JOINED:
-                text = f"{member} is registered no more: {reason}; register_target again"
+                text = f"{member} was removed: {reason}; register_target again"
                 moved = replace(moved, fenced=text, failure=Failure("refused", text), pending=None)
                 moved = replace(moved, is_estranged=before.is_estranged or before.flipped != exchanged)
         case _:
@@ -339,7 +339,8 @@ def _parted(before: RankState, event: Event, moved: RankState) -> RankState:
         case Rejoined(member):
             return replace(moved, member=member, failure=None, fenced="", flipped="")
         case Closed(reason):
-            why = None if before.bond is Bond.AWAY else before.failure
+            why = before.failure if before.failure is not None and before.bond is not Bond.AWAY else None
+            why = why or Failure("refused", reason)
             return replace(moved, pending=None, fenced=before.fenced or reason, failure=why)
         case _:
             return moved

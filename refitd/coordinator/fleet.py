@@ -306,7 +306,7 @@ class Fleet:
         """
         found = self.members.get(member_id)
         if found is not None and found.place.node != node:
-            raise RefusedError(f"member {member_id!r} is one of node {found.node!r}; node {node!r} cannot speak for it")
+            raise RefusedError(f"{member_id} is one of node {found.node!r}; node {node!r} cannot speak for it")
         return found
 
     def member(self, node: str, member_id: str) -> Member:
@@ -317,7 +317,7 @@ class Fleet:
         """
         found = self.own(node, member_id)
         if found is None:
-            raise RefusedError(f"no member {member_id!r} is registered here; register again")
+            raise RefusedError(f"{member_id} is not registered; register again")
         return found
 
 

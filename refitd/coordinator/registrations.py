@@ -53,11 +53,11 @@ def add(turn: Turn, node: Node, added: cluster.AddShard) -> Message:
     """
     fleet, name = turn.fleet, node.status.node
     if (there := fleet.members.get(added.member)) is not None:
-        raise RefusedError(f"member {added.member!r} is registered already, on node {there.node!r}")
+        raise RefusedError(f"{added.member} is registered already, on node {there.node!r}")
     if len(fleet.members) >= MAX_MEMBERS:
-        raise RefusedError(f"member {added.member!r}: {MAX_MEMBERS} ranks are registered, which is the limit")
+        raise RefusedError(f"{added.member}: {MAX_MEMBERS} ranks are registered, which is the limit")
     if len(added.versions) > MAX_VERSIONS:
-        raise RefusedError(f"member {added.member!r}: holds {len(added.versions)} versions, at most {MAX_VERSIONS}")
+        raise RefusedError(f"{added.member}: holds {len(added.versions)} versions, at most {MAX_VERSIONS}")
     if added.rank >= added.world_size:
         raise RefusedError(f"{added.member}: rank {added.rank} is not below world_size {added.world_size}")
     if added.observes and name in fleet.drained:
@@ -418,7 +418,7 @@ def published(turn: Turn, member: Member, message: local.Publish) -> None:
     """
     state, source, version = turn.fleet.models[member.added.model], member.source, message.version
     if version not in source.versions and len(source.versions) >= MAX_VERSIONS:
-        raise RefusedError(f"member {member.id!r}: holds {MAX_VERSIONS} versions already; withdraw some")
+        raise RefusedError(f"{member.id}: holds {MAX_VERSIONS} versions already; withdraw some")
     text = used_up(state, version, member.run)
     if not text and version <= state.bases.get(member.run, -1):
         first = state.bases[member.run] + 1

@@ -291,7 +291,7 @@ class LocalControllers:
         """Announce a controller to the coordinator, then answer the client."""
         self._link.check()
         number = self._link.next_number()
-        name = member_id(asked.model, f"{asked.replica}:controller", self._node, number)
+        name = member_id(asked.model, f"replica {asked.replica!r} controller", self._node, number)
         found = LocalController(name, session.id, session.pid, asked, refuses=asked.refuses)
         self._all[found.id] = found
         session.controllers.add(found.id)

@@ -30,7 +30,7 @@ from refitd.protocol.shards import (
     landed,
     staged,
 )
-from refitd.text import brief
+from refitd.text import brief, unprintable
 
 # A rank's shard cannot be larger; a description that claims more is a mistake or an attack.
 MAX_SHARD_BYTES = 1 << 46
@@ -195,12 +195,12 @@ def made_in(r: RegisterTarget, arena: int, landing: int) -> Sequence[Made]:
 
 
 def member_id(model: str, who: str, node: str, number: int) -> str:
-    """Return the unique id of a registration.
+    """Return the unique id of a registration, which also names it in errors.
 
     Raises:
         RefusedError: the names in it are too long to travel.
     """
-    found = f"{model}/{who}@{node}#{number}"
+    found = f"model {model!r} {who} on {node} (#{number})"
     if len(found) > MAX_ID:
         raise RefusedError(
             f"model {brief(model)!r}: the names of model, replica and node have {len(found)} characters together, at "
@@ -219,6 +219,9 @@ def checked(
         ProtocolError: a dtype or group is unknown, or a name occurs twice.
     """
     r = request
+    for what, name in (("model", r.model), ("replica", getattr(r, "replica", ""))):
+        if wrong := unprintable(name):
+            raise RefusedError(f"{what} {name[:80]!r} {wrong}; choose another name")
     if not 0 <= r.rank < r.world_size:
         raise RefusedError(f"model {r.model!r}: rank {r.rank} is not in 0..{r.world_size - 1} (world_size)")
     check_shard(r.shard)

@@ -114,11 +114,11 @@ class LocalRegistrations:
                 raise RefusedError(f"model {message.model!r}: slots must be 1..{MAX_SLOTS}, found {message.slots}")
             who, sizes = "source", {f"slot{i}": nbytes for i in range(0 if message.live else message.slots)}
         else:
-            who, sizes = message.replica, {} if message.in_place else {"staging0": nbytes}
+            who, sizes = f"replica {message.replica!r}", {} if message.in_place else {"staging0": nbytes}
             if r.flips and (landing_bytes := r.figures.staging_bytes - nbytes):
                 sizes["landing0"] = landing_bytes
             self._permits.check_free()
-        name = member_id(message.model, f"{who}:{message.rank}", self._node, self._link.next_number())
+        name = member_id(message.model, f"{who} rank {message.rank}", self._node, self._link.next_number())
         member = new_member(name, session.id, r)
         given = self._given(session, r)
         for what in list(sizes)[: len(given)]:
@@ -129,7 +129,7 @@ class LocalRegistrations:
             self._retained.give(retained, member)
             self._return(effects, session, request, member, PART_OF_TIMEOUT * message.timeout_s)
             return
-        labels = tuple((size, f"{member.id}/{what}") for what, size in sizes.items())
+        labels = tuple((size, f"{member.id}, {what}") for what, size in sizes.items())
         wanted = WantedArenas(
             session.id,
             request,
@@ -228,7 +228,7 @@ class LocalRegistrations:
             )
         for index, arena in enumerate(given):
             session.arenas.discard(arena)
-            label = f"{member.id}/{'slot' if source else 'staging'}{index}"
+            label = f"{member.id}, {'slot' if source else 'staging'}{index}"
             self._arenas.rename(effects, arena, label, write=source or r.flips, workers_write=not source)
         arenas = given + arenas
         if isinstance(asked := r.request, local.RegisterSource):

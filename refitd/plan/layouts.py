@@ -179,7 +179,12 @@ def mismatches_of(layouts: Layouts, offered: Mapping[str, Offered]) -> dict[str,
     found: dict[str, list[str]] = defaultdict(list)
     checks: list[tuple[str, Ints, Sequence[Any], str]] = [
         ("global shape", geometries.global_shape[geometry], geometries.shapes, _SHAPES),
-        ("dtype", dtype, geometries.dtypes, "convert one side, or declare cast_from at the destination"),
+        (
+            "dtype",
+            dtype,
+            geometries.dtypes,
+            "convert one side, or let the destination receive it converted: register_target(cast=True)",
+        ),
         ("number of dimensions", geometries.dims[geometry], range(16), "check the tiles"),
     ]
     for what, value, words, advice in checks:

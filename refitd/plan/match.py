@@ -331,6 +331,12 @@ def _expanded(tiles: _Tiles, pattern: Ints, sorted_key: Ints, layouts: Layouts) 
 # must not take seconds if no name of a model matches.
 NEAREST_OF, COMPARED = 5, 500
 
+_CHECK = "check the names, or pipeline and expert numbering, of the source"
+_WAYS_OUT = (
+    f"{_CHECK} (`refitctl manifest MODEL` lists them); names= at registration maps names, and refitd.trace_loader "
+    "learns the layout of an engine with a loader of its own"
+)
+
 
 def _unsourced(layouts: Layouts, wanted: _Tiles, is_held: Flags) -> list[str]:
     tensors, first = np.unique(wanted.tensor[~is_held[wanted.tensor]], return_index=True)
@@ -338,8 +344,7 @@ def _unsourced(layouts: Layouts, wanted: _Tiles, is_held: Flags) -> list[str]:
     held = [layouts.tensors[tensor] for tensor in np.flatnonzero(is_held).tolist()] if len(rows) else []
     return [
         f"{layouts.tensors[tensor]}: {_who(layouts, layouts.destination, wanted, row)} wants it and no source has it"
-        f"{_alike(layouts.tensors[tensor], held) if nth < NEAREST_OF else ''}; check the names, or pipeline and expert "
-        "numbering, of the source"
+        f"{_alike(layouts.tensors[tensor], held) if nth < NEAREST_OF else ''}; {_WAYS_OUT if nth == 0 else _CHECK}"
         for nth, (tensor, row) in enumerate(zip(tensors.tolist(), rows.tolist(), strict=True))
     ]
 
@@ -347,7 +352,8 @@ def _unsourced(layouts: Layouts, wanted: _Tiles, is_held: Flags) -> list[str]:
 def _alike(name: str, held: list[str]) -> str:
     if len(held) > COMPARED:
         held = [other for other in held if other.rpartition(".")[2] == name.rpartition(".")[2]][:COMPARED]
-    close = ", ".join(nearest(name, held))
+    inside = [other for other in held if other.endswith(f".{name}") or name.endswith(f".{other}")]
+    close = ", ".join(dict.fromkeys([*inside[:3], *nearest(name, held)]))
     return f" (nearest: {close})" if close else ""
 
 

@@ -88,8 +88,10 @@ def generate(name: str) -> KeyPair:
         )
     if not zmq.has("curve"):
         raise ConfigError("this ZeroMQ was built without CURVE; install pyzmq from a wheel")
-    public, secret = zmq.curve_keypair()
-    return KeyPair(name, public.decode(), secret.decode())
+    while True:  # until neither could be taken for a path
+        public, secret = (key.decode() for key in zmq.curve_keypair())
+        if not is_path(public) and not is_path(secret):
+            return KeyPair(name, public, secret)
 
 
 def write(pair: KeyPair, directory: Path, *, replace: bool = False) -> tuple[Path, Path]:
@@ -137,15 +139,15 @@ def read(path: Path) -> KeyPair:
 
 
 def read_public(text: str) -> str:
-    """Return the public key in `text`, or in the file of that name if it ends in .pub.
+    """Return the public key in `text`, or in the file of that name.
 
     Raises:
         ConfigError: it is neither, or the file does not hold one key.
     """
-    if not text.endswith(PUBLIC_SUFFIX):  # checked first: a path may look like a key
+    if not is_path(text):
         if is_key(text):
             return text
-        raise ConfigError(f"{text!r} is neither a public key of 40 Z85 characters nor a file ending in .pub; {KEYGEN}")
+        raise ConfigError(f"{text!r} is neither a public key of 40 Z85 characters nor a .pub file; {KEYGEN}")
     found = read_list(Path(text))
     if len(found) != 1:
         raise ConfigError(f"{text}: {len(found)} keys, expected the one of the coordinator; name its own .pub file")
@@ -195,6 +197,14 @@ def _entry(name: str, words: list[str]) -> Allowed:
         else:
             raise ValueError(f"{word!r} is neither node= nor roles=")
     return Allowed(name, node, roles)
+
+
+def is_path(text: str) -> bool:
+    """Whether a setting is a path: it is absolute, ends in .pub, or names an existing file.
+
+    A path of 40 characters may be a well-formed key, because Z85 has the slash and the dot.
+    """
+    return os.path.isabs(text) or text.endswith(PUBLIC_SUFFIX) or os.path.exists(text)
 
 
 def is_key(text: str) -> bool:

@@ -218,12 +218,11 @@ NASTY = "x\x1b[2J\x1b]0;t\x07\n[red]\u202eb\u2028\x9b31m\x7f:boom:"
 
 @pytest.mark.slow
 def test_hostile_names_of_a_running_cluster_reach_no_terminal_and_no_log(daemon: Daemon) -> None:
-    model, replica, tensor = f"model {NASTY}", f"replica {NASTY}", f"tensor {NASTY}"
+    model, replica, tensor = "model [red]:boom:", "replica [red]:boom:", f"tensor {NASTY}"
     address = ["--address", str(daemon.directory)]
     with daemon.connect(f"client {NASTY}") as client:
         source = client.register_source(model, {tensor: torch.ones(8)})
         target = client.register_target(model, {tensor: torch.zeros(8)}, replica=replica)
-        client.register_target(model, {f"{tensor}2": torch.zeros(8)}, replica=f"other {NASTY}").close()
         source.publish(1)
         with Engine(target):
             for command, shown in (
@@ -252,7 +251,7 @@ def test_hostile_names_of_a_running_cluster_reach_no_terminal_and_no_log(daemon:
                     [*CTL, *command, "--json", *address], capture_output=True, timeout=RUN_S, check=False
                 )
                 (line,) = found.stdout.decode().splitlines()
-                assert "error" in json.loads(line) or json.dumps(NASTY)[1:-1] in line  # an error quotes it
+                assert "error" in json.loads(line) or json.dumps(model)[1:-1] in line  # an error quotes it
     log = daemon.log()
     assert all(char.isprintable() for char in log if char != "\n")
     assert all(line.startswith("t=") for line in log.splitlines())
@@ -269,4 +268,9 @@ def test_nul_in_a_name_is_a_clear_error(shared_daemon: Daemon) -> None:
         ):
             with pytest.raises(refitd.RefusedError, match="NUL character"):
                 register()
+        for nasty in (NASTY, "a\nb", "a\u202eb"):
+            with pytest.raises(refitd.RefusedError, match="holds a control character, or one that cannot be seen"):
+                client.register_source(nasty, weights)
+            with pytest.raises(refitd.RefusedError, match="choose another name"):
+                client.register_target("policy", weights, replica=nasty)
         assert client.status().models == ()

@@ -179,7 +179,7 @@ class FakeClient:
     asked: list[tuple] = field(default_factory=list)
     closed: bool = False
 
-    def swap(self, model, version=None, *, timeout=None, queue=False, on_progress=None):
+    def swap(self, model, version=None, *, timeout=None, queue=False, wait=0.0, on_progress=None):
         self.asked.append(("swap", model, version, timeout) if not queue else ("queue", model, version, timeout))
         return answer(self.swap_result)
 

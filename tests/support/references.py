@@ -146,6 +146,7 @@ REPORTS: dict[str, type] = {
     "save": Saved,
     "history": reports.HistoryReport,
     "status": reports.StatusReport,
+    "wait": reports.StatusReport,
     "watch": reports.StatusReport,
     "models": reports.ModelStatus,
     "trace": printed.TraceWritten,

@@ -62,9 +62,9 @@ def test_show_names_the_file_variable_or_flag_of_each_value(path, monkeypatch):
 
 
 def test_a_variable_that_sets_a_whole_table_is_named_for_all_of_it(path, monkeypatch):
-    monkeypatch.setenv("REFITD_MODELS__LLAMA", "{ verify = false }")
+    monkeypatch.setenv("REFITD_MODELS", "{ llama = { verify = false } }")
     lines = run(FakeClient(), "config", "show", "--config", str(path)).stdout.partition('[models."llama"]')[2]
-    assert "verify = false  # REFITD_MODELS__LLAMA" in lines
+    assert "verify = false  # REFITD_MODELS" in lines
     assert "auto_swap = false  # default" in lines
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from refitd.config import Config, EtcdPlace, default_runtime_dir, load
+from refitd.config import Config, EtcdPlace, ModelConfig, default_runtime_dir, load
 from refitd.coordinator.main import run
 from refitd.daemon.coordinator import reachable_address
 from refitd.errors import ConfigError
@@ -150,16 +150,16 @@ def test_environment_stands_above_the_file_and_a_flag_above_both(write):
     assert (config.log.level, config.security.key, config.security.server_key) == ("info", "/b.key", "/a.pub")
 
 
-def test_environment_can_set_words_lists_and_models():
+def test_environment_can_set_words_lists_and_models(write):
     environ = {
         "REFITD_NODE__RUNTIME_DIR": "/run/elsewhere",
         "REFITD_NODE__ALLOWED_UIDS": "[7, 8]",
-        "REFITD_MODELS__POLICY": "{auto_swap = true}",
+        "REFITD_MODELS": '{ "Qwen/Qwen3-8B" = { auto_swap = true } }',
     }
-    config = load(None, environ=environ)
+    config = load(write('[models."Qwen/Qwen3-8B"]\nauto_swap = false\nverify = false\n'), environ=environ)
     assert str(config.runtime_dir) == "/run/elsewhere"
     assert config.node.allowed_uids == (7, 8)
-    assert config.models["policy"].auto_swap
+    assert config.models["Qwen/Qwen3-8B"] == ModelConfig(auto_swap=True, verify=False)
 
 
 @pytest.mark.parametrize(
@@ -169,15 +169,25 @@ def test_environment_can_set_words_lists_and_models():
         ("REFITD_NOD__WORKERS", "2", "`nod`.*did you mean `node`"),
         ("REFITD_NODE__WORKERS", '"many"', r"Expected `int`.*\$\.node\.workers"),
         ("REFITD_NODE__ALLOWED_UIDS", "[-1]", r"allowed_uids\[0\]"),
-        ("REFITD_MODELS__POLICY", "{auto_swop = true}", "`auto_swop`"),
-        ("REFITD_MODELS__POLICY__AUTO_SWAP", "true", "Expected `object`"),
-        ("REFITD_NODE_WORKERS", "2", "did you mean REFITD_NODE__WORKERS"),
-        ("REFITD_LOG_LEVL", "debug", "did you mean REFITD_LOG__LEVEL"),
+        ("REFITD_MODELS", "{m = {auto_swop = true}}", "`auto_swop`"),
+        ("REFITD_MODELS__POLICY__AUTO_SWAP", "true", "set REFITD_MODELS="),
+        ("REFITD_NODE_WORKERS", "2", r"did you mean REFITD_NODE__WORKERS\?"),
+        ("REFITD_WORKERS", "2", r"did you mean REFITD_NODE__WORKERS\?"),
+        ("REFITD_ENDPOINT", "x", r"did you mean REFITD_COORDINATOR__ENDPOINT or REFITD_METRICS__ENDPOINT\?"),
+        ("REFIT_NODE__WORKERS", "2", r"did you mean REFITD_NODE__WORKERS\?"),
+        ("refitd_node__workers", "2", r"did you mean REFITD_NODE__WORKERS\?"),
+        ("REFITD_LOG_LEVL", "debug", r"did you mean REFITD_LOG__LEVEL\?"),
     ],
 )
 def test_a_variable_that_is_wrong_is_named_with_its_key(variable, text, said):
     with pytest.raises(ConfigError, match=f"^{variable}: .*{said}"):
         load(None, environ={variable: text, "REFITD_NODE__NAME": "n0"})
+
+
+def test_variables_of_kubernetes_and_of_our_scripts_are_ignored():
+    names = "PORT SERVICE_HOST SERVICE_PORT_HTTP COORDINATOR_PORT COORDINATOR_PORT_5555_TCP_ADDR METRICS_SERVICE_HOST"
+    names += " METRICS_PORT VENV TORCH CONFIG RUNTIME_DIR DAEMON_UID"
+    assert load(None, environ={f"REFITD_{name}": "1" for name in names.split()}) == Config()
 
 
 OVER_TCP = (

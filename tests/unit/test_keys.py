@@ -128,15 +128,20 @@ def test_a_list_of_keys_that_is_wrong_is_refused_by_its_line(tmp_path, pair, tex
 
 @pytest.mark.parametrize("text", ["", "x" * 39, "x" * 41, "head.key", "é" * 40, "#" * 40])
 def test_server_key_is_a_key_or_a_pub_file(text):
-    with pytest.raises(ConfigError, match=r"neither a public key .* nor a file ending in \.pub"):
+    with pytest.raises(ConfigError, match=r"neither a public key .* nor a \.pub file"):
         keys.read_public(text)
 
 
-def test_path_with_the_form_of_a_key_is_a_path():
-    path = "/etc/refitd/" + "x" * 24 + ".pub"
+@pytest.mark.parametrize("path", ["/etc/refitd/" + "x" * 24 + ".pub", "/etc/refitd/cluster/coordinator-head.key"])
+def test_path_with_the_form_of_a_key_is_a_path(path):
     assert keys.is_key(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=f"{path}: cannot be read"):
         keys.read_public(path)
+    config = Config(
+        coordinator=CoordinatorConfig(endpoint="tcp://h:1"), security=SecurityConfig(key=path, server_key="x" * 40)
+    )
+    with pytest.raises(ConfigError, match=f"{path}: cannot be read"):
+        daemon_keys(config)
 
 
 # --- which keys a process uses ----------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def test_a_cast_that_is_not_declared_is_refused() -> None:
     said = refusal([Roster(0, [of("float32", 0)]), Roster(1, (), [of("bfloat16", 1)])])
     assert said == (
         "w: dtype is float32 on rank 0 (source), bfloat16 on rank 1 (destination); it must be the same everywhere, "
-        "convert one side, or declare cast_from at the destination"
+        "convert one side, or let the destination receive it converted: register_target(cast=True)"
     )
 
 
