@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from refitd.protocol.base import shown
+from refitd.protocol.plan_reports import PathTraffic
 from refitd.protocol.reports import (
     LinkStatus,
     ModelStatus,
@@ -173,6 +174,7 @@ NO_MODELS = "no models: no trainer and no engine has registered yet"
 
 NODE_COLUMNS = ("node", "host", "address", ">pid", ">workers", ">clients", ">arenas", ">arena bytes", "services")
 GPU_COLUMNS = ("node", ">worker", "GPU", ">arenas", ">arena bytes", "NUMA node", "network card", "reaches")
+PATH_COLUMNS = ("from", "to", "path", ">rows", ">bytes", ">share", "why")
 LINK_COLUMNS = ("model", "link", "service", ">lanes", ">bytes per swap", "state", ">last swap")
 SOURCE_COLUMNS = (">rank", "node/host", ">pid", ">tensors", ">bytes", "versions held", "given")
 TARGET_COLUMNS = ("replica", ">rank", "node/host", ">pid", ">tensors", ">bytes", "mode", "state", ">serves", ">staged")
@@ -195,6 +197,8 @@ def status_parts(report: StatusReport, nothing: str = NO_MODELS, *, with_events:
         yield f"model {model.model}: complete versions {versions(model.complete_versions)}{_activity(model)}"
         yield grid("sources", SOURCE_COLUMNS, map(_source, model.sources))
         yield grid("targets", TARGET_COLUMNS, map(_target, model.targets))
+        if model.last_swap is not None and model.last_swap.paths:
+            yield grid("paths of the last swap", PATH_COLUMNS, path_rows(model.last_swap.paths))
         if with_events:
             yield from _events(model)
 
@@ -271,6 +275,14 @@ def _gpus(node: NodeStatus) -> Iterator[Sequence[str]]:
                 lane.card or "-",
                 ", ".join(node.lanes[peer].gpu for peer in lane.reaches if peer < len(node.lanes)) or "no other",
             )
+
+
+def path_rows(paths: Sequence[PathTraffic]) -> Iterator[Sequence[str]]:
+    """Yield a row for each path."""
+    total = sum(one.bytes for one in paths) or 1
+    for one in paths:
+        share = f"{one.bytes / total:.0%}"
+        yield one.source, one.target, one.path, str(one.rows), size(one.bytes), share, one.reason
 
 
 def _link(link: LinkStatus) -> Sequence[str]:

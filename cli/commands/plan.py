@@ -14,6 +14,7 @@ from refitd_cli.layouts import ManifestPlan, RankNumbers, manifest_options, plan
 from refitd_cli.output import duration, print_json, print_table, say, size, to_json
 from refitd_cli.printed import LeastTime, ManifestPlanned, ParameterSent, RankMemory, RankPair, Senders
 from refitd_cli.session import Number, Session, address_option, json_option, model_names
+from refitd_cli.view import PATH_COLUMNS, path_rows
 
 if TYPE_CHECKING:
     from refitd.plan.cost import Traffic
@@ -26,6 +27,9 @@ SPEED = Number(min=0, min_open=True, max=1e6)
 @click.argument("model", required=False, shell_complete=model_names)
 @manifest_options
 @click.option("--top", type=click.IntRange(min=0), default=20, show_default=True, help="Rows per table; 0 shows all.")
+@click.option(
+    "--explain", is_flag=True, help="Also show the path of the bytes, and the memory and the pause of each target."
+)
 @click.option("--html", "html_file", metavar="FILE", help="Write who sends how much to whom as a heat map.")
 @click.option(
     "--intra-gbps",
@@ -48,6 +52,7 @@ def plan(
     model_file: str | None,
     collocated: bool,
     top: int,
+    explain: bool,
     html_file: str | None,
     intra_gbps: float,
     inter_gbps: float,
@@ -62,6 +67,8 @@ def plan(
     if model is None:
         if source is None or not targets:
             raise click.UsageError("give a MODEL that is registered, or manifests with --source and --target")
+        if explain:
+            raise click.UsageError("--explain needs a MODEL: manifests do not say where tensors are")
         found = planned(source, targets, model_file, collocated)
         _offline(found, top, html_file, (intra_gbps, inter_gbps), as_json)
         return
@@ -75,6 +82,30 @@ def plan(
         print_json(to_json(report))
     else:
         _show(report, top)
+        if explain:
+            _explain(report, top)
+
+
+def _explain(report: PlanReport, top: int) -> None:
+    print_table("paths", PATH_COLUMNS, path_rows(report.paths))
+    shown = report.memory[: top or None]
+    print_table(
+        _title("memory to go live", len(shown), len(report.memory)),
+        ("replica", ">rank", "mode", "on", ">live", ">beside it", ">in all", ">pause"),
+        (
+            (
+                one.replica,
+                str(one.rank),
+                one.mode,
+                one.device or "main memory",
+                size(one.held_bytes),
+                size(one.staging_bytes),
+                f"{(one.held_bytes + one.staging_bytes) / one.held_bytes:.1f}x" if one.held_bytes else "-",
+                "not measured" if one.pause_s is None else duration(one.pause_s),
+            )
+            for one in shown
+        ),
+    )
 
 
 def _show(report: PlanReport, top: int) -> None:

@@ -10,11 +10,11 @@ from msgspec import Struct
 from refitd.clusters import ClusterSpeeds
 from refitd.coordinator.descriptions import ShardRead
 from refitd.coordinator.journals.base import Drain, Recovered, SwapRecord
+from refitd.coordinator.paths import Wiring
 from refitd.coordinator.plans import LoadedPlan
 from refitd.describe.metadata import Roster
 from refitd.errors import RefitdError
 from refitd.events import Busy, Log, Tick
-from refitd.plan.cost import Traffic
 from refitd.protocol import cluster
 from refitd.protocol.base import Message
 from refitd.protocol.roles import ANYONE, Allowed
@@ -85,12 +85,13 @@ class Send(Struct, frozen=True):
 
 
 class Answer(Struct, frozen=True):
-    """Send a daemon a large report: complete it (`reports.completed`) and encode it on another thread."""
+    """Send a daemon a large report: complete it (`plan_reports.completed`) and encode it on another thread."""
 
     identity: bytes
     request: int
     report: Message
-    traffic: Traffic | None = None  # of a plan: the report lists it by parameter
+    plan: LoadedPlan | None = None  # of a report of a plan
+    wiring: Wiring | None = None
 
 
 class MakePlan(Struct, frozen=True):

@@ -19,7 +19,7 @@ from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.cluster import AddShard
 from refitd.protocol.reports import NodeStatus
 from refitd.protocol.roles import ANYONE, Allowed
-from refitd.states import ServingState, TransferMode
+from refitd.states import CommitMode, ServingState, TransferMode
 
 # Retries of a failed commit hook while ranks still have the version pending, and the pause that each adds.
 COMMIT_AGAIN = 3
@@ -140,6 +140,13 @@ class Member:
         """Return its name for people."""
         kind = self.added.replica if self.added.role == "target" else "source"
         return f"{kind} rank {self.added.rank} (node {self.place.node}, host {self.place.host}, pid {self.added.pid})"
+
+
+def commit_mode(added: AddShard) -> CommitMode:
+    """Return how a target goes live."""
+    if added.in_place:
+        return CommitMode.IN_PLACE
+    return CommitMode.FLIP if added.flips else CommitMode.COPY
 
 
 class ControlStep(enum.Enum):

@@ -7,19 +7,20 @@ rank registers again or provides other tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import xxhash
 
 from refitd.clusters import ClusterSpeeds
 from refitd.commit import swap_events
 from refitd.commit.decision import Phase
-from refitd.coordinator.actions import MakePlan, Planned, Waiter
+from refitd.coordinator.actions import Answer, MakePlan, Planned, Waiter
 from refitd.coordinator.eligibility import unoffered
 from refitd.coordinator.fleet import ModelState, PlanRequest, RegionComparison, Running, Turn
-from refitd.coordinator.members import Membership
+from refitd.coordinator.members import Member, Membership
+from refitd.coordinator.paths import Wiring, abilities_of
+from refitd.coordinator.plan_reports import plan_answer
 from refitd.coordinator.plans import LoadedPlan
-from refitd.coordinator.reports import plan_answer
 from refitd.coordinator.schedule import gave_way, no_plan, without_unread
 from refitd.errors import PlanError, RefitdError
 from refitd.protocol import cluster, local, sidecar
@@ -133,11 +134,29 @@ def show(turn: Turn, state: ModelState, viewer: Waiter) -> None:
     if problems := unoffered(state.membership):
         raise PlanError(problems)
     if state.plan is not None:
-        turn.effects.append(plan_answer(viewer, state.membership, state.plan))
+        turn.effects.append(_answered(turn, viewer, state, state.membership, state.plan))
         return
     event = _ask(turn, state.membership.only({replica for replica, _ in state.membership.targets}), viewer)
     if event is not None:
         _receive(turn, event)
+
+
+def _answered(turn: Turn, viewer: Waiter, state: ModelState, membership: Membership, plan: LoadedPlan) -> Answer:
+    return plan_answer(viewer, membership, plan, wiring_of(turn, membership.members(), plan), state.last)
+
+
+def wiring_of(turn: Turn, members: Iterable[Member], plan: LoadedPlan) -> Wiring:
+    """Return what decides the paths of a plan for these members. Until its epoch is formed: services as configured."""
+    fleet, on_gpus = turn.fleet, [m for m in members if m.added.device and m.id in plan.members]
+    device_of = {plan.members[m.id]: m.added.device for m in on_gpus}
+    here = {m.node: fleet.nodes[m.node].status for m in on_gpus if m.node in fleet.nodes}
+    abilities = {node: abilities_of(status) for node, status in here.items()}
+    epoch, service = plan.epoch, fleet.config.transport.service
+    if epoch is not None:
+        return Wiring(device_of, abilities, epoch.service, epoch.gpu_service, plan.gpu_of.keys())
+    if service in GPU_SERVICES:
+        return Wiring(device_of, abilities, HOST_SERVICE, service, device_of.keys())
+    return Wiring(device_of, abilities, service)
 
 
 def _ask(turn: Turn, membership: Membership, who: str | Waiter) -> Planned | None:
@@ -202,7 +221,7 @@ def _receive(turn: Turn, event: Planned) -> tuple[Running, LoadedPlan | str] | N
         if plan is None or state is None:
             turn.send(who, local.Failure(code=PlanError.code, message=error or "the model has left"))
         else:
-            turn.effects.append(plan_answer(who, membership, plan))
+            turn.effects.append(_answered(turn, who, state, membership, plan))
         return None
     if state is None or state.running is None or state.running.swap.swap != who:
         return None

@@ -1,34 +1,21 @@
-"""Reports of the coordinator: a swap and its progress, the status of nodes, models and links, a plan."""
+"""Reports of the coordinator: a swap and its progress, the status of nodes, models and links."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 from refitd.commit.decision import Phase, Swap
-from refitd.coordinator.actions import Answer, Waiter
 from refitd.coordinator.eligibility import kept_names
 from refitd.coordinator.fleet import Fleet, ModelState, Running
 from refitd.coordinator.journals.base import LiveVersion, SwapRecord
-from refitd.coordinator.members import Member, Membership, serving_state
-from refitd.coordinator.plans import LoadedPlan, Routed
-from refitd.plan.cost import Cables, Traffic, loads_of
-from refitd.plan.relays import Relays
-from refitd.protocol.base import PROTOCOL_VERSION, Message, clipped
+from refitd.coordinator.members import Member, Membership, commit_mode, serving_state
+from refitd.protocol.base import PROTOCOL_VERSION, clipped
 from refitd.protocol.cluster import EpochPlan
 from refitd.protocol.plan_reports import (
-    CableTraffic,
     DescribedMember,
-    KeptTraffic,
-    LinkTraffic,
     ModelDescription,
-    PairTraffic,
-    ParameterTraffic,
-    PlanReport,
-    Relaying,
-    RelayPath,
 )
 from refitd.protocol.reports import (
     ControllerStatus,
@@ -44,7 +31,7 @@ from refitd.protocol.reports import (
     SwapReport,
     TargetStatus,
 )
-from refitd.states import CommitMode, LinkState, MemberState, SwapOutcome, TransferMode
+from refitd.states import LinkState, MemberState, SwapOutcome, TransferMode
 
 # --- swaps ------------------------------------------------------------------------------------------------
 
@@ -343,7 +330,7 @@ def _target_rows(model: Membership, live: LiveVersion | None) -> tuple[TargetSta
             run=m.run if m.version is not None else "",
             step=m.told[0],
             events=m.told[1],
-            mode=_mode(m),
+            mode=commit_mode(m.added),
             kept_tensors=len(m.described.shard.kept),
             kept_bytes=sum(tensor.nbytes for tensor in m.described.shard.kept),
             kept=kept_names(m.described.shard.kept),
@@ -351,106 +338,3 @@ def _target_rows(model: Membership, live: LiveVersion | None) -> tuple[TargetSta
         )
         for (replica, rank), m in sorted(model.targets.items())
     )
-
-
-def _mode(member: Member) -> CommitMode:
-    if member.added.in_place:
-        return CommitMode.IN_PLACE
-    return CommitMode.FLIP if member.added.flips else CommitMode.COPY
-
-
-# --- plans -----------------------------------------------------------------------------------------------
-
-
-def plan_answer(waiter: Waiter, membership: Membership, plan: LoadedPlan) -> Answer:
-    """Return an operator's answer about a plan: the bytes per pair of ranks; `completed` adds those per parameter."""
-    names = {
-        plan.members[m.id]: (
-            f"source rank {m.added.rank}" if m.added.role == "source" else f"{m.added.replica} rank {m.added.rank}"
-        )
-        for m in membership.members()
-    }
-    report = PlanReport(
-        model=membership.name,
-        digest=plan.digest,
-        bytes=plan.nbytes,
-        converted_bytes=sum(m.added.converted_bytes for m in membership.targets.values()),
-        staging_bytes=sum(m.added.staging_bytes for m in membership.targets.values()),
-        held_bytes=sum(m.added.held_bytes for m in membership.targets.values()),
-        copies=plan.traffic.total_copies,
-        plan_s=plan.plan_s,
-        pairs=tuple(
-            PairTraffic(source=names[src], target=names[dst], bytes=nbytes, copies=copies)
-            for src, dst, nbytes, copies in _pairs(plan.traffic)
-        ),
-        parameters=(),
-        unused_sources=plan.unused_sources,
-        kept=_kept(membership),
-        links=_plan_links(plan),
-        relays=_relaying(plan.routed.relays, plan.routed.cables),
-        cables=_cable_loads(plan.routed),
-        speeds=plan.routed.cables.name,
-    )
-    return Answer(*waiter, report, plan.traffic)
-
-
-def completed(answer: Answer) -> Message:
-    """Return the report of an answer. Call it on another thread: a plan may have very many parameters."""
-    report = answer.report
-    if isinstance(report, PlanReport) and answer.traffic is not None:
-        return msgspec.structs.replace(report, parameters=_parameters(answer.traffic))
-    return report
-
-
-def _plan_links(plan: LoadedPlan) -> tuple[LinkTraffic, ...]:
-    node_of = plan.routed.node_of
-    needed: dict[tuple[str, str], int] = {}
-    for src, dst, nbytes, _ in _pairs(plan.traffic):
-        link = node_of[src], node_of[dst]
-        needed[link] = needed.get(link, 0) + nbytes
-    moved = plan.routed.links.by_nodes()
-    between = sorted(link for link in moved.keys() | needed.keys() if link[0] != link[1])
-    return tuple(LinkTraffic(*link, moved.get(link, 0), needed.get(link, 0)) for link in between)
-
-
-def _relaying(relays: Relays, cables: Cables) -> Relaying:
-    paths = tuple(RelayPath(path.source, path.nodes, path.nbytes) for path in relays.paths)
-    if not cables.are_known:
-        return Relaying(paths, relays.bytes, relays.direct_bytes)
-    return Relaying(paths, relays.bytes, relays.direct_bytes, _sent(relays.seconds), _sent(relays.direct_seconds))
-
-
-def _sent(seconds: float) -> float:
-    """Return seconds as far as messages take them (protocol.base.Seconds)."""
-    return min(seconds, 1e9)
-
-
-def _cable_loads(routed: Routed) -> tuple[CableTraffic, ...]:
-    """Return the bytes and seconds of each cable, the slowest first."""
-    if not routed.cables.are_known:
-        return ()
-    links = ((*link, nbytes) for link, nbytes in routed.links.by_nodes().items() if link[0] != link[1])
-    return tuple(
-        CableTraffic(load.node, load.is_send, load.nbytes, round(load.speed), _sent(load.seconds))
-        for load in loads_of(links, routed.cables)
-    )
-
-
-def _kept(membership: Membership) -> tuple[KeptTraffic, ...]:
-    nbytes: dict[str, int] = {}
-    for one in (one for m in membership.targets.values() for one in m.described.shard.kept):
-        nbytes[one.name] = nbytes.get(one.name, 0) + one.nbytes
-    return tuple(KeptTraffic(name=name, bytes=size) for name, size in sorted(nbytes.items(), key=lambda at: -at[1]))
-
-
-def _pairs(traffic: Traffic) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (source rank, target rank, bytes, copies) of each pair, in order."""
-    order = np.lexsort((traffic.dst, traffic.src))
-    columns = (traffic.src, traffic.dst, traffic.bytes, traffic.copies)
-    return zip(*(column[order].tolist() for column in columns), strict=True)
-
-
-def _parameters(traffic: Traffic) -> tuple[ParameterTraffic, ...]:
-    order = np.argsort(-traffic.tensor_bytes, kind="stable")
-    rows = zip(order.tolist(), traffic.tensor_bytes[order].tolist(), traffic.tensor_copies[order].tolist(), strict=True)
-    return tuple(ParameterTraffic(name=traffic.tensors[i], bytes=moved, copies=count) for i, moved, count in rows)

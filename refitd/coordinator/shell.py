@@ -21,8 +21,8 @@ from refitd.coordinator.descriptions import ShardRead, unpack_shard
 from refitd.coordinator.fleet import Ids
 from refitd.coordinator.journals.base import Journal, LeadLost, SwapRecord
 from refitd.coordinator.nodes import cables_for, read_cluster
+from refitd.coordinator.plan_reports import completed
 from refitd.coordinator.plans import PlanMemory, make_plan
-from refitd.coordinator.reports import completed
 from refitd.coordinator.state import CoordinatorState
 from refitd.errors import CommitError, PlanError, ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick

@@ -19,6 +19,7 @@ from refitd.coordinator.descriptions import MAX_BYTES
 from refitd.coordinator.fleet import ModelState, Running, Together, Turn
 from refitd.coordinator.journals.base import LiveVersion, SwapRecord
 from refitd.coordinator.members import Member, by_node
+from refitd.coordinator.paths import paths_of
 from refitd.coordinator.reports import late_report, swap_progress, swap_report
 from refitd.coordinator.schedule import left_behind, used_up
 from refitd.errors import IllegalTransition, RefusedError
@@ -302,6 +303,9 @@ def _finish(turn: Turn, state: ModelState, running: Running) -> None:
     if s.phase is not Phase.COMMITTED:
         left_behind(state, running, turn.now)
     report = swap_report(turn.fleet, running, turn.now)
+    if running.plan is not None and s.phase is not Phase.ABORTED:
+        wiring = preparation.wiring_of(turn, running.members.values(), running.plan)
+        report = msgspec.structs.replace(report, paths=paths_of(running.plan.routed, wiring))
     state.running, state.last = None, report
     del turn.fleet.swapping[s.swap]
     turn.fleet.traces.ended(s, report, turn.wall)

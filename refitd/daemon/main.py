@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import select
 import signal
@@ -19,7 +20,7 @@ from refitd import service
 from refitd.buffers import capacity
 from refitd.buffers.permits import PAGE_ARENA, PermitPage
 from refitd.config import Config
-from refitd.copy_services.registry import installed
+from refitd.copy_services.registry import installed, torch_cuda
 from refitd.daemon import actions as act
 from refitd.daemon.arena_files import ArenaFiles
 from refitd.daemon.clients import ClientInbox
@@ -91,6 +92,7 @@ class DaemonShell:
             config.node.keep_targets_s,
             config.transport.service if config.uses_keys else "",
             lanes,
+            has_kernels=bool(torch_cuda()) and importlib.util.find_spec("triton") is not None,
         )
         self._dealer = CoordinatorSockets(context, config.coordinator_endpoints, keys)
         self._trusted = ""  # the last address whose process was checked, see `_is_trusted`

@@ -43,9 +43,12 @@ class DaemonState:
         keep_targets_s: float = 0.0,
         warms: str = "",
         lanes: Sequence[LaneStatus] = (),
+        *,
+        has_kernels: bool = False,
     ) -> None:
         self.node, self.host, self.pid = node, host, pid
         self.address, self.services, self.workers, self.lanes = address, services, workers, tuple(lanes)
+        self.has_kernels = has_kernels
         self.worker_pids: dict[int, int] = {}
         self.problems: tuple[str, ...] = ()
         self.now = 0.0
@@ -124,6 +127,7 @@ class DaemonState:
             services=self.services,
             gpus=tuple(self.arenas.gpus()),
             lanes=self.lanes,
+            has_kernels=self.has_kernels,
             problems=tuple(clipped(text) for text in self.problems),
             refused=self.refused.report(self.now),
         )

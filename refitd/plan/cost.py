@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from refitd.plan.columns import Ints
+from refitd.plan.columns import Ints, numbered, offsets_of, ranges
 from refitd.plan.shared import GlobalPlan
+from refitd.plan.table import CopyTable, Parted
 
 Floats = npt.NDArray[np.float64]
 
@@ -165,3 +167,30 @@ def traffic_of(plan: GlobalPlan) -> Traffic:
         tensor_bytes=tensor_bytes,
         tensor_copies=tensor_copies,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Flows:
+    """The rows of a table by pair of ranks. A pair may occur more than once."""
+
+    src: Ints  # [n] rank
+    dst: Ints  # [n] rank
+    rows: Ints  # [n]
+    bytes: Ints  # [n]
+
+
+def flows_of(table: Parted[Any]) -> Flows:
+    """Return the rows and bytes of a CopyTable in parts, by pair of ranks, without expanding it to a row per copy."""
+    rows: CopyTable = table.parts.rows
+    uses = table.uses
+    part = np.repeat(np.arange(len(table.parts)), np.diff(table.parts.start))
+    slots = 1 + max(int(rows.src_rank.max(initial=0)), int(rows.dst_rank.max(initial=0)))
+    first, which = numbered((part * slots + rows.src_rank) * slots + rows.dst_rank)
+    count = np.bincount(which, minlength=len(first)).astype(np.int64)
+    nbytes = np.zeros(len(first), np.int64)
+    np.add.at(nbytes, which, rows.row_bytes)
+    begin = offsets_of(part[first], len(table.parts))  # `first` is in the order of the parts
+    of, at = ranges(begin[uses.part], begin[uses.part + 1] - begin[uses.part])
+    ranks_at = (np.cumsum(uses.count, dtype=np.int64) - uses.count)[of]
+    src, dst = (uses.ranks[ranks_at + column[first][at]].astype(np.int64) for column in (rows.src_rank, rows.dst_rank))
+    return Flows(src, dst, count[at], nbytes[at])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from refitd.protocol.base import Count, Label, Message, Seconds, Small, Text, Value
 from refitd.protocol.shards import Shard
+from refitd.states import CommitMode
 
 
 class PairTraffic(Value, frozen=True):
@@ -73,6 +74,29 @@ class Relaying(Value, frozen=True):
     direct_seconds: Seconds = 0.0  # predicted without relays
 
 
+class PathTraffic(Value, frozen=True):
+    """The traffic from one kind of memory to another on one path, with the reason if another path would be faster."""
+
+    source: Label  # "main memory", "GPU"
+    target: Label  # "main memory", "GPU", "same GPU", "other GPU", "main memory of another node", "GPU of another node"
+    path: Label  # within a node see refitd.addressing.paths, between nodes the service
+    rows: Count
+    bytes: Count
+    reason: Label = ""
+
+
+class LiveMemory(Value, frozen=True, rename={"mode": "way"}):
+    """The memory that a target rank needs to go live, and how long its engine paused in the last swap."""
+
+    replica: Label
+    rank: Small
+    mode: CommitMode
+    device: Label  # its GPU; "": main memory
+    held_bytes: Count  # its live tensors
+    staging_bytes: Count  # beside them
+    pause_s: Seconds | None = None  # None: not measured
+
+
 class PlanReport(Message, frozen=True):
     """The traffic that a swap of this model would cause."""
 
@@ -91,6 +115,8 @@ class PlanReport(Message, frozen=True):
     links: tuple[LinkTraffic, ...] = ()
     relays: Relaying = Relaying()
     cables: tuple[CableTraffic, ...] = ()  # slowest first; () if no speeds are known
+    paths: tuple[PathTraffic, ...] = ()  # most bytes first
+    memory: tuple[LiveMemory, ...] = ()
     speeds: Text = ""  # the cluster whose cable speeds the plan uses; "": all cables count as equally fast
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from refitd.errors import RefitFailed
 from refitd.protocol.base import Count, Events, Label, Message, Name, Seconds, Small, Text, Value
+from refitd.protocol.plan_reports import PathTraffic
 from refitd.protocol.shards import Shape
 from refitd.states import (
     CommitMode,
@@ -129,6 +130,7 @@ class SwapReport(Message, frozen=True):
     crossing: Crossing = Crossing()
     drained: tuple[Label, ...] = ()  # replicas that it skipped because of drained nodes
     refused: tuple[RefusedRegistration, ...] = ()  # processes of the model that it did not reach
+    paths: tuple[PathTraffic, ...] = ()  # of its plan, most bytes first
 
     @property
     def seeds(self) -> tuple[str, ...]:
@@ -392,6 +394,7 @@ class NodeStatus(Value, frozen=True):
     services: tuple[Label, ...] = ()  # copy services that can run there
     gpus: tuple[GpuStatus, ...] = ()  # GPUs with arenas; `arenas` and `arena_bytes` count these too
     lanes: tuple[LaneStatus, ...] = ()  # by worker
+    has_kernels: bool = False  # Triton, which compiles kernels that copy, is installed
     problems: tuple[Text, ...] = ()  # current problems
     refused: tuple[RefusedRegistration, ...] = ()  # at most 64; the longest refused first
 

@@ -10,7 +10,7 @@ import click
 from click.testing import CliRunner
 
 from refitd.errors import RefitdError
-from refitd.protocol.plan_reports import PairTraffic, ParameterTraffic, PlanReport
+from refitd.protocol.plan_reports import LiveMemory, PairTraffic, ParameterTraffic, PathTraffic, PlanReport
 from refitd.protocol.reports import (
     HistoryEntry,
     HistoryReport,
@@ -66,6 +66,7 @@ ABORTED = SwapReport(
         member("a", 0, "aborted", version=7),
         member("b", 1, "lost", version=7, reason="worker pid 99 was killed by signal 9 [SIGKILL]"),
     ),
+    paths=(PathTraffic("GPU", "same GPU", "same GPU, one kernel", 3, 3000),),
 )
 SOURCE = SourceStatus(
     rank=0, node="n0", host="box", pid=10, attached=True, tensors=12, bytes=500_000_000, versions=(6, 7)
@@ -130,6 +131,14 @@ PLAN = PlanReport(
     ),
     parameters=(ParameterTraffic("small", 500, 1), ParameterTraffic("large", 2500, 2)),
     unused_sources=("rotary.inv_freq",),
+    paths=(
+        PathTraffic("GPU", "other GPU", "pinned windows", 2, 2250, "no peers"),
+        PathTraffic("main memory", "GPU", "pinned", 1, 750),
+    ),
+    memory=(
+        LiveMemory("a", 0, "in-place", "GPU-a", 3000, 0, 1.5),
+        LiveMemory("b", 0, "flip", "", 3000, 3000),
+    ),
 )
 PROVEN = VerifyReport(
     model="policy",

@@ -10,8 +10,8 @@ from refitd.coordinator import actions as act
 from refitd.coordinator.fleet import Ids
 from refitd.coordinator.journals.base import Drained, LiveVersion, Recovered, SwapRecord
 from refitd.coordinator.nodes import cables_for
+from refitd.coordinator.plan_reports import completed
 from refitd.coordinator.plans import make_plan
-from refitd.coordinator.reports import completed
 from refitd.coordinator.state import CoordinatorState
 from refitd.errors import RefitdError
 from refitd.events import Log, Tick
@@ -171,8 +171,11 @@ class Harness:
         *,
         protocol: int = PROTOCOL_VERSION,
         services: tuple[str, ...] = (),
+        **fields: object,
     ) -> Self:
-        status = NodeStatus(node, "h", pid, workers=workers, clients=0, arenas=0, arena_bytes=0, services=services)
+        status = NodeStatus(
+            node, "h", pid, workers=workers, clients=0, arenas=0, arena_bytes=0, services=services, **fields
+        )
         hello = cluster.NodeHello(protocol=protocol, status=status)
         assert isinstance(self.say(node, hello)[-1], cluster.NodeWelcome)
         return self

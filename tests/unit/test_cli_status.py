@@ -42,6 +42,12 @@ ACTIVITY = ["pid 3", "up 75 s", "n0/box", "serving", "6, 7", "swapping to 8: sta
         ("plan policy", STATUS, ["3 kB in 3 copies over 2 rank pairs, 2 parameters"]),
         ("plan policy", STATUS, ["no target takes: rotary.inv_freq"]),
         ("plan policy --top 1", STATUS, ["the largest 1 of 2"]),
+        (
+            "plan policy --explain",
+            STATUS,
+            ["pinned windows", "no peers", "75%", "in-place", "2.0x", "not measured"],
+        ),
+        ("status", STATUS, ["paths of the last swap", "same GPU, one kernel", "100%"]),
     ],
 )
 def test_commands_show(words, report, expected):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,8 @@ from refitd.offline.files import read
 from refitd.offline.layouts import Layout
 from refitd.offline.rosters import rosters_of
 from refitd.plan.build import plan_copies
-from refitd.plan.cost import traffic_of
+from refitd.plan.cost import flows_of, traffic_of
+from refitd.plan.routes import routes_of
 from refitd_cli.cost import Links, balance_of, copies_of, estimate, in_a_swap, memory_of
 
 WEIGHT = {"name": "w", "shape": [8, 4], "dtype": "float32", "split": {"dim": 0}, "stage": "every"}
@@ -54,6 +57,23 @@ def test_traffic_is_that_of_the_written_out_table(target):
     assert {(s, d): b for s, d, b in found} == pairs
     by_name = {table.tensors[i]: int(table.row_bytes[table.tensor == i].sum()) for i in range(len(table.tensors))}
     assert {name: moved for name, moved, _ in traffic.largest_tensors()} == by_name
+
+
+@pytest.mark.parametrize("target", [{"tp": 1, "dp": 3}, {"tp": 4, "dp": 2}])
+def test_flows_are_those_of_the_written_out_tables(target):
+    rosters, plan, _ = case({"tp": 2, "dp": 3}, target)
+    routes = routes_of(plan.shared, {roster.rank: f"n{roster.rank % 2}" for roster in rosters})
+    for routed in (routes.inner, routes.crossing, routes.onward):
+        whole, flows = routed.table.whole(), flows_of(routed.table)
+        wanted, found = Counter(), Counter()
+        columns = (whole.src_rank, whole.dst_rank, whole.row_bytes)
+        for src, dst, moved in zip(*(column.tolist() for column in columns), strict=True):
+            wanted += Counter({(src, dst, "rows"): 1, (src, dst, "bytes"): moved})
+        columns = (flows.src, flows.dst, flows.rows, flows.bytes)
+        for src, dst, rows, moved in zip(*(column.tolist() for column in columns), strict=True):
+            found += Counter({(src, dst, "rows"): rows, (src, dst, "bytes"): moved})
+        assert found == wanted
+    assert all(len(routed.table.uses) for routed in (routes.inner, routes.crossing, routes.onward))
 
 
 def test_copies_of_a_tensor_are_the_tables_rows_of_it():

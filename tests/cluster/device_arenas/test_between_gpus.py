@@ -100,6 +100,11 @@ def test_weights_cross_between_gpus_and_from_main_memory_over_gloo(
         (link,) = operator.status().links
         assert (link.service, link.state) == (service, "up")
         assert operator.verify("policy", timeout=60).outcome == "proven"
+        (model,) = operator.status().models
+        assert model.last_swap is not None and operator.plan("policy").paths == model.last_swap.paths
+        ways = {(way.source, way.target): way.path for way in model.last_swap.paths}
+        assert ways["GPU", "GPU of another node"] == service
+        assert ways["main memory", "GPU of another node"] == "gloo through main memory"
     fleet.swap(2)
 
     victim = n1.node_of("n1").workers[1]

@@ -97,7 +97,12 @@ def test_sharded_replicas_on_two_gpus_and_in_main_memory_get_every_byte(
                 for rank, (source, mine) in enumerate(sources):
                     copy_into(mine, shards.cut(full, rank, 2))
                     leases.append(source.lend(version))
-                assert trainer.swap("policy", version, timeout=60).outcome == "committed"
+                report = trainer.swap("policy", version, timeout=60)
+                assert report.outcome == "committed"
+                ways = {(way.source, way.target): way for way in report.paths}
+                assert ways.keys() == {("GPU", "same GPU"), ("GPU", "other GPU"), ("GPU", "main memory")}
+                assert sum(way.bytes for way in ways.values()) == report.bytes
+                assert "cannot address each other" in ways["GPU", "other GPU"].reason
                 for lease in leases:
                     lease.wait(20)
                 for _, mine, rank, world in targets:
