@@ -25,7 +25,10 @@ _DIVISION = re.compile(r"\b(?:div|rem)\.[su]64\b")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A variant of a kernel, with all that triton needs to compile it."""
+    """A variant of a kernel, with all that triton needs to compile it.
+
+    `parameter_loads` are the widths of loads that read its parameters from device memory, once per program.
+    """
 
     kernel: str
     variant: str
@@ -33,6 +36,7 @@ class Case:
     function: Any
     signature: dict[str, str]
     constants: dict[str, Any]
+    parameter_loads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class Compiled:
     """The resources of a compiled variant; widths of access in bits, each once.
 
     `body_loads` are the loads without a predicate, or all loads if each has one: the tail of a tensor needs predicates.
+    Loads of parameters are left out of both.
     """
 
     kernel: str
@@ -74,7 +79,7 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
 
 def cases() -> Iterator[Case]:
     """Yield every variant of every kernel."""
-    from refitd.copy_services import digest_kernel, digests
+    from refitd.copy_services import copy_kernel, digest_kernel, digests
     from refitd.mxfp8 import kernels
 
     for variant in kernels.variants():
@@ -86,6 +91,11 @@ def cases() -> Iterator[Case]:
         ends = "aligned" if placed.is_aligned else "words aligned" if placed.is_whole else "any address"
         signature, constants = placed.signature(digests.BLOCK_WORDS), placed.constants(digests.BLOCK_WORDS)
         yield Case("digest", ends, placed.is_aligned, digest_kernel.digest_kernel, signature, constants)
+    for way in copy_kernel.variants():
+        kind, does = way.kind, "compares" if way.is_check else "copies"
+        name = f"{does}, units of {kind.unit}, {'contiguous' if kind.is_flat else 'strided'}"
+        arguments = way.signature, way.constants
+        yield Case("copy", name, kind.unit == 16, copy_kernel.copy_kernel, *arguments, parameter_loads=(32, 64))
 
 
 def compiled(case: Case, capability: int) -> Compiled:
@@ -103,6 +113,7 @@ def compiled(case: Case, capability: int) -> Compiled:
     ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
     said = _assembled(ptx, capability)
     found = [(guard, way, int(count or 1) * int(bits)) for guard, way, count, bits in _ACCESS.findall(ptx)]
+    found = [access for access in found if access[0] or access[2] not in case.parameter_loads]
     loads = {width for _, way, width in found if way == "ld"}
     body = {width for guard, way, width in found if way == "ld" and not guard} or loads
     stores = {width for _, way, width in found if way == "st"}

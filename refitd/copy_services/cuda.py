@@ -1,30 +1,35 @@
 """Copies to and from arenas of one GPU, on a private stream.
 
-Verification depends on the ends. Within the GPU, digests computed there are compared. If one end is in main memory,
-both ends are read again and compared there; conversions are repeated for this. A copy to another GPU goes through main
-memory, and each GPU computes the digest of its end.
+Each row takes the path that `refitd.addressing.paths` names for its two memories. Verification reads both ends again
+after the copy and compares them: on the GPU if an end is there, and otherwise in main memory. Conversions are repeated
+for this.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import time
 import warnings
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd
 from typing import Any
 
+import numpy as np
 import torch
 
 from refitd.addressing.copies import CopyList
+from refitd.addressing.paths import MAIN_MEMORY, Abilities, Path, path
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import MappedDeviceArena
-from refitd.buffers.layout import extent
 from refitd.copy_services import Capabilities, DigestMismatch, MappedCopyService, PreparedJob, RunResult
-from refitd.copy_services.digests import DeviceDigests
+from refitd.copy_services.boxes import Row, Table, box, rows, tables
+from refitd.copy_services.parts import Part, PartsJob
 from refitd.copy_services.waits import Deadline, DeviceStream, poll
-from refitd.describe.casts import CASTS, DESTINATION_SIZES, SOURCE_SIZES
+from refitd.describe.casts import CASTS
 from refitd.errors import TransportError
 
 # Bytes between two progress reports: about 0.1 ms of copying. As many are queued while one is reported.
@@ -32,6 +37,191 @@ PROGRESS_BYTES = 256 << 20
 _DEFAULT_S = 600.0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class CudaCopyService(MappedCopyService):
+    """Copies and casts between arenas of which at least one is a MappedDeviceArena of this GPU."""
+
+    name = "cuda"
+    capabilities = Capabilities(is_one_sided=True, crosses_nodes=False, devices=frozenset({"cuda"}))
+
+    def __init__(self, device: int = 0) -> None:
+        """Use the device with this number in this process."""
+        self._device = device
+        self._stream = DeviceStream(torch.device("cuda", device))
+
+    def prepare(self, copies: CopyList, arenas: Mapping[int, Any]) -> PreparedJob:
+        """See MappedCopyService.prepare; arenas are MappedDeviceArenas and MappedArenas."""
+        used = {number: arena for number, arena in arenas.items() if number in copies.arenas()}
+        abilities = Abilities(has_kernels=has_kernels())
+        ways: dict[Path, list[int]] = {}
+        for row in range(len(copies)):
+            ends = [used.get(int(end[row])) for end in (copies.src_arena, copies.dst_arena)]
+            if None not in ends and all(arena.device != self._device for arena in ends if arena is not None):
+                raise TransportError(f"copy {row}: neither end is on GPU {self._device}, which this service copies on")
+            source, destination = (MAIN_MEMORY if end is None or end.device < 0 else str(end.device) for end in ends)
+            way = Path.TENSORS if copies.cast[row] else path(source, destination, abilities)
+            ways.setdefault(Path.KERNEL if way is Path.KERNEL else Path.TENSORS, []).append(row)
+        parts = []
+        for way, numbers in ways.items():
+            make = _KernelJob if way is Path.KERNEL else _TensorJob
+            parts.append(Part(np.array(numbers), make(copies.select(np.array(numbers)), used, self._stream)))
+        return parts[0].job if len(parts) == 1 else PartsJob(parts)
+
+    def close(self) -> None:
+        """See CopyService.close. The service has no state between runs."""
+
+
+def has_kernels() -> bool:
+    """Return whether the copy kernel can be compiled here; tensor operations do its work otherwise."""
+    return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+
+
+class _StreamJob(PreparedJob):
+    """Copies on a stream of torch, checked once all are queued."""
+
+    def __init__(self, copies: CopyList, arenas: Mapping[int, Any], stream: DeviceStream) -> None:
+        self._copies = len(copies)
+        self._arenas = arenas
+        self._stream = stream
+
+    @abstractmethod
+    def _copy(self) -> Iterator[int]:
+        """Queue the copies; after each step yield the bytes that it copies."""
+
+    @abstractmethod
+    def _check(self) -> Callable[[], list[int]]:
+        """Queue the comparisons; return a function that returns the rows that differ, and may wait for the GPU."""
+
+    def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
+        """See PreparedJob.run. After `timeout` the GPU may still write, so the worker must end."""
+        started, deadline = time.perf_counter(), Deadline.after(timeout or _DEFAULT_S)
+        subject = f"copies on {self._stream.device}"
+        with self._stream.work(deadline, subject):
+            try:
+                total = self._queue(on_progress, deadline, subject)
+                found = self._check() if verify else list
+            except BaseException:
+                self._stream.settle(deadline, subject)  # queued writes must end before the error is passed on
+                raise
+            self._stream.settle(deadline, subject)
+            if wrong := found():
+                raise mismatch(wrong[0])
+        return RunResult(self._copies, total, time.perf_counter() - started)
+
+    def _queue(self, on_progress: Callable[[int], None], deadline: Deadline, subject: str) -> int:
+        """Queue all copies, at most two reports ahead of the GPU; return their bytes."""
+        flying: deque[tuple[torch.cuda.Event, int]] = deque()
+        done, next_report = 0, PROGRESS_BYTES
+
+        def report() -> None:
+            event, so_far = flying.popleft()
+            poll(event.query, deadline, f"{subject}: the GPU has not done {so_far} bytes")
+            on_progress(so_far)
+
+        for nbytes in self._copy():
+            done += nbytes
+            if done >= next_report:
+                next_report = done + PROGRESS_BYTES
+                flying.append((self._stream.mark(), done))
+                if len(flying) > 2:
+                    report()
+        flying.append((self._stream.mark(), done))
+        while flying:
+            report()
+        return done
+
+
+def mismatch(row: int) -> DigestMismatch:
+    """Return the error of a row whose ends differ."""
+    return DigestMismatch(
+        f"copy {row}: its bytes differ after writing; the source changed while it was read, or another process writes "
+        "to the destination",
+        row,
+    )
+
+
+class _KernelJob(_StreamJob):
+    """Copies by the kernel: a launch for each kind of boxes and PROGRESS_BYTES, and as many to compare."""
+
+    def __init__(self, copies: CopyList, arenas: Mapping[int, Any], stream: DeviceStream) -> None:
+        super().__init__(copies, arenas, stream)
+        at = {number: arena.address for number, arena in arenas.items()}
+        found = (box(row).moved(at[row.source.arena], at[row.destination.arena]) for row in _checked(copies, arenas))
+        self._tables = [_DeviceTable.load(table, stream.device) for table in tables(found)]
+
+    def _copy(self) -> Iterator[int]:
+        for table in self._tables:
+            yield from table.launch(None)
+
+    def _check(self) -> Callable[[], list[int]]:
+        differing = torch.zeros(self._copies, dtype=torch.int32, device=self._stream.device)
+        for table in self._tables:
+            deque(table.launch(differing), maxlen=0)
+        return lambda: differing.nonzero().view(-1).tolist()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _DeviceTable:
+    """A table on the GPU, with the tiles of each launch: (first, count, bytes)."""
+
+    table: Table
+    entries: torch.Tensor
+    tiles: torch.Tensor
+    launches: list[tuple[int, int, int]]
+
+    @classmethod
+    def load(cls, table: Table, device: torch.device) -> _DeviceTable:
+        ends = np.cumsum(table.tile_bytes)
+        marks = range(PROGRESS_BYTES, int(ends[-1]), PROGRESS_BYTES)
+        cuts = [0, *np.unique(np.searchsorted(ends, marks)).tolist(), len(ends)]
+        launches = [
+            (first, last - first, int(table.tile_bytes[first:last].sum()))
+            for first, last in pairwise(cuts)
+            if last > first
+        ]
+        entries, tiles = (torch.from_numpy(part).to(device) for part in (table.entries, table.tiles))
+        return cls(table, entries, tiles, launches)
+
+    def launch(self, differing: torch.Tensor | None) -> Iterator[int]:
+        """Copy, or count the differing words of each row; yield the bytes of each launch."""
+        from refitd.copy_services import copy_kernel
+
+        for first, count, nbytes in self.launches:
+            copy_kernel.launch(self.table.kind, self.entries, self.tiles, first, count, differing)
+            yield nbytes
+
+
+class _TensorJob(_StreamJob):
+    """Copies and conversions by torch, one after another."""
+
+    def __init__(self, copies: CopyList, arenas: Mapping[int, Any], stream: DeviceStream) -> None:
+        super().__init__(copies, arenas, stream)
+        tensors = {number: _bytes_of(arena) for number, arena in arenas.items()}
+        self._pairs = [pair(row, tensors) for row in _checked(copies, arenas)]
+
+    def _copy(self) -> Iterator[int]:
+        for one in self._pairs:
+            one.destination.copy_(one.readable())
+            yield one.nbytes
+
+    def _check(self) -> Callable[[], list[int]]:
+        found = [(one.row, one.differs()) for one in self._pairs]
+        return lambda: [row for row, differs in found if bool(differs)]
+
+
+def _checked(copies: CopyList, arenas: Mapping[int, Any]) -> Iterator[Row]:
+    sizes = {number: arena.nbytes for number, arena in arenas.items()}
+    return rows(copies, sizes, {number for number, arena in arenas.items() if arena.writable})
+
+
+def _bytes_of(arena: MappedArena | MappedDeviceArena) -> torch.Tensor:
+    if isinstance(arena, MappedDeviceArena):
+        return arena.tensor
+    with warnings.catch_warnings():
+        # the arena may be mapped for reading only
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        return torch.from_numpy(arena.bytes)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -47,238 +237,47 @@ class Pair:
         """Bytes to copy."""
         return self.destination.numel() * self.destination.element_size()
 
-    @property
-    def is_cast(self) -> bool:
-        """Whether elements are converted."""
-        return self.source.dtype != self.destination.dtype
+    def readable(self) -> torch.Tensor:
+        """Return the source in memory that the destination's device reads."""
+        if self.source.is_cuda and self.destination.is_cuda and self.source.device != self.destination.device:
+            return self.source.cpu()  # torch would use peer access, for which arenas are not mapped
+        return self.source
 
-    def is_equal(self) -> bool:
-        """Read both ends again and compare them in main memory; any NaN equals any other after a conversion."""
-        found, expected = self.destination.cpu(), self.source.cpu()
-        if not self.is_cast:
-            return torch.equal(found, expected)
-        expected = expected.to(found.dtype)
+    def differs(self) -> torch.Tensor:
+        """Read both ends again and return, as one bool where the destination is, whether they differ.
+
+        Conversions are repeated. Any NaN then equals any other.
+        """
+        found = self.destination
+        expected = self.readable().to(found.device).to(found.dtype)
+        if self.source.dtype == found.dtype:
+            return torch.ne(found, expected).any()
         word = _WORDS[found.element_size()]
         same = found.contiguous().view(word) == expected.contiguous().view(word)
-        return bool((same | (found.isnan() & expected.isnan())).all())
+        return torch.logical_not(same | (found.isnan() & expected.isnan())).any()
 
 
-class CudaCopyService(MappedCopyService):
-    """Copies and casts between arenas of which at least one is a MappedDeviceArena of this GPU."""
-
-    name = "cuda"
-    capabilities = Capabilities(is_one_sided=True, crosses_nodes=False, devices=frozenset({"cuda"}))
-
-    def __init__(self, device: int = 0) -> None:
-        """Use the device with this number in this process."""
-        self._device = device
-        self._stream = DeviceStream(torch.device("cuda", device))
-        self._digests = _Digests({device: self._stream.device})
-
-    def prepare(self, copies: CopyList, arenas: Mapping[int, Any]) -> PreparedJob:
-        """See MappedCopyService.prepare; arenas are MappedDeviceArenas and MappedArenas."""
-        used = {number: arena for number, arena in arenas.items() if number in copies.arenas()}
-        for row in range(len(copies)):
-            ends = [used.get(int(end[row])) for end in (copies.src_arena, copies.dst_arena)]
-            if None not in ends and all(arena.device != self._device for arena in ends if arena is not None):
-                raise TransportError(f"copy {row}: neither end is on GPU {self._device}, which this service copies on")
-        written = {number for number, arena in used.items() if arena.writable}
-        tensors = {number: _bytes_of(arena) for number, arena in used.items()}
-        work = []
-        for pair in pairs(copies, tensors, written):
-            gpus = (used[int(arena[pair.row])].device for arena in (copies.src_arena, copies.dst_arena))
-            work.append(_Step(pair, *gpus))
-        return _CudaJob(work, len(copies), self._stream, self._digests)
-
-    def close(self) -> None:
-        """See CopyService.close. The service has no state between runs."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Step:
-    """A copy, with the GPU number of each end; -1 for main memory."""
-
-    pair: Pair
-    source: int
-    destination: int
-
-    @property
-    def is_between_gpus(self) -> bool:
-        """Whether it goes from one GPU to another, through main memory."""
-        return self.source != self.destination and min(self.source, self.destination) >= 0
-
-    @property
-    def is_compared(self) -> bool:
-        """Whether both ends are compared in main memory: one end is there, or a cast makes the digests differ."""
-        return min(self.source, self.destination) < 0 or self.pair.is_cast
-
-
-class _Digests:
-    """Computes digests on the service's GPU and, if needed, on others."""
-
-    def __init__(self, devices: dict[int, torch.device]) -> None:
-        self._devices = devices
-        self._by_gpu = {gpu: DeviceDigests(device) for gpu, device in devices.items()}
-
-    def sums(self, view: torch.Tensor, gpu: int) -> torch.Tensor:
-        """Return the digest's sums of a view on a GPU."""
-        if gpu not in self._by_gpu:
-            self._by_gpu[gpu] = DeviceDigests(view.device)
-        digest = self._by_gpu[gpu].new()
-        digest.update(view.contiguous().reshape(-1).view(torch.uint8))
-        return digest.sums()
-
-
-def _bytes_of(arena: MappedArena | MappedDeviceArena) -> torch.Tensor:
-    if isinstance(arena, MappedDeviceArena):
-        return arena.tensor
-    with warnings.catch_warnings():
-        # the arena may be mapped for reading only
-        warnings.filterwarnings("ignore", message=".*not writable.*")
-        return torch.from_numpy(arena.bytes)
-
-
-class _CudaJob(PreparedJob):
-    def __init__(self, work: list[_Step], copies: int, stream: DeviceStream, digests: _Digests) -> None:
-        self._work = work
-        self._copies = copies
-        self._stream = stream
-        self._digests = digests
-
-    def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
-        """See PreparedJob.run. After `timeout` the GPU may still write, so the worker must end."""
-        started, deadline = time.perf_counter(), Deadline.after(timeout or _DEFAULT_S)
-        subject = f"copies on {self._stream.device}"
-        with self._stream.work(deadline, subject):
-            try:
-                total, read, found = self._queue(verify, on_progress, deadline, subject)
-            except BaseException:
-                self._stream.settle(deadline, subject)  # queued writes must end before the error is passed on
-                raise
-            if wrong := self._differing(read, found):
-                raise _mismatch(wrong[0])
-        return RunResult(self._copies, total, time.perf_counter() - started)
-
-    def _queue(
-        self, verify: bool, on_progress: Callable[[int], None], deadline: Deadline, subject: str
-    ) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
-        """Queue all copies, at most two reports ahead of the GPU; return (bytes, digests read, digests found)."""
-        flying: deque[tuple[torch.cuda.Event, int]] = deque()
-        read: list[torch.Tensor] = []
-        found: list[torch.Tensor] = []
-        done, next_report = 0, PROGRESS_BYTES
-
-        def report() -> None:
-            event, so_far = flying.popleft()
-            poll(event.query, deadline, f"{subject}: the GPU has not done {so_far} bytes")
-            on_progress(so_far)
-
-        for step in self._work:
-            pair = step.pair
-            # via main memory: torch would use peer access, for which arenas are not mapped
-            pair.destination.copy_(pair.source.cpu() if step.is_between_gpus else pair.source)
-            if verify and step.is_compared:
-                # reads both ends again in main memory, which waits for the GPU
-                if not pair.is_equal():
-                    raise _mismatch(pair.row)
-            elif verify:
-                read.append(self._digests.sums(pair.source, step.source).to(pair.destination.device))
-                found.append(self._digests.sums(pair.destination, step.destination))
-            done += pair.nbytes
-            if done >= next_report:
-                next_report = done + PROGRESS_BYTES
-                flying.append((self._stream.mark(), done))
-                if len(flying) > 2:
-                    report()
-        flying.append((self._stream.mark(), done))
-        while flying:
-            report()
-        return done, read, found
-
-    def _differing(self, read: list[torch.Tensor], found: list[torch.Tensor]) -> list[int]:
-        """Return the rows whose digests differ."""
-        if not read:
-            return []
-        differs = (torch.cat(read) != torch.cat(found)).any(1).tolist()
-        digested = [step.pair.row for step in self._work if not step.is_compared]
-        rows = [row for row, sums in zip(digested, read, strict=True) for _ in range(len(sums))]
-        return sorted({row for row, differ in zip(rows, differs, strict=True) if differ})
-
-
-def _mismatch(row: int) -> DigestMismatch:
-    return DigestMismatch(
-        f"copy {row}: its bytes differ after writing; the source changed while it was read, or another process writes "
-        "to the destination",
-        row,
-    )
-
-
-def pairs(copies: CopyList, arenas: Mapping[int, torch.Tensor], written: set[int]) -> list[Pair]:
-    """Return a list of copies as pairs of tensor views.
-
-    Args:
-        copies: rows between arenas.
-        arenas: each arena as a uint8 tensor.
-        written: ids of the writable arenas.
+def pair(row: Row, arenas: Mapping[int, torch.Tensor]) -> Pair:
+    """Return a row as a pair of tensor views; `arenas` has each arena as a uint8 tensor.
 
     Raises:
-        TransportError: a copy leaves its arena, writes to a read-only one, or is not possible on a GPU.
+        TransportError: the conversion is not possible on a GPU.
     """
-    found = []
-    for row in range(len(copies)):
-        size, element = copies.size[row].tolist(), int(copies.element_size[row])
-        cast = int(copies.cast[row])
-        if cast and (cast not in CASTS or element != DESTINATION_SIZES[cast]):
-            raise TransportError(f"copy {row}: conversion {cast} to elements of {element} bytes does not exist")
+    if row.cast:
         ends = (
-            (int(copies.src_arena[row]), int(copies.src_offset[row]), copies.src_stride[row].tolist()),
-            (int(copies.dst_arena[row]), int(copies.dst_offset[row]), copies.dst_stride[row].tolist()),
+            _elements(row.row, arenas[end.arena], end.offset, row.size, end.stride, _DTYPES[dtype])
+            for end, dtype in zip((row.source, row.destination), CASTS[row.cast], strict=True)
         )
-        for (number, offset, stride), held in zip(ends, (SOURCE_SIZES[cast] or element, element), strict=True):
-            arena = arenas.get(number)
-            if arena is None:
-                raise TransportError(f"copy {row}: arena {number} is not mapped here")
-            end = offset + extent(size, stride, held)
-            if offset < 0 or min(stride) < 0 or end > arena.numel():
-                raise TransportError(f"copy {row}: bytes {offset}..{end} leave arena {number} of {arena.numel()} bytes")
-        if ends[1][0] not in written:
-            raise TransportError(f"copy {row}: arena {ends[1][0]} is mapped for reading only")
-        if 0 in size:
-            continue
-        if cast:
-            views = (
-                _elements(row, arenas[number], offset, size, stride, _DTYPES[dtype])
-                for (number, offset, stride), dtype in zip(ends, CASTS[cast], strict=True)
-            )
-            found.append(Pair(row, *views))
-            continue
-        dims, run = _merged(size, ends[0][2], ends[1][2], element)
-        word = gcd(8, run, *(offset for _, offset, _ in ends), *(step for _, *steps in dims for step in steps))
-        source, destination = (
-            _view(arenas[number], offset, [(dim[0], dim[1 + side]) for dim in dims], run, word)
-            for side, (number, offset, _) in enumerate(ends)
+        return Pair(row.row, *ends)
+    whole = box(row)
+    word = gcd(8, whole.run, whole.source, whole.destination, *whole.strides)
+    views = (
+        _view(arenas[number], offset, [(dim[0], dim[side]) for dim in whole.dims], whole.run, word)
+        for side, (number, offset) in enumerate(
+            ((row.source.arena, whole.source), (row.destination.arena, whole.destination)), 1
         )
-        found.append(Pair(row, source, destination))
-    return found
-
-
-_Dim = tuple[int, int, int]  # count, source stride, destination stride
-
-
-def _merged(size: list[int], src: list[int], dst: list[int], element: int) -> tuple[list[_Dim], int]:
-    """Merge dimensions where possible; return them and the bytes that are contiguous at both ends."""
-    run = element
-    dims: list[_Dim] = []
-    for count, a, b in zip(reversed(size), reversed(src), reversed(dst), strict=True):
-        if count == 1:
-            continue
-        if not dims and a == run == b:
-            run *= count
-        elif dims and a == dims[0][0] * dims[0][1] and b == dims[0][0] * dims[0][2]:
-            dims[0] = (dims[0][0] * count, dims[0][1], dims[0][2])
-        else:
-            dims.insert(0, (count, a, b))
-    return dims, run
+    )
+    return Pair(row.row, *views)
 
 
 def _elements(

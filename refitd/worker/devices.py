@@ -5,24 +5,21 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from refitd.addressing.copies import ConversionList, CopyList
 from refitd.buffers.arena import MappedArena
-from refitd.copy_services import DigestMismatch, MappedCopyService, PreparedJob, RunResult
+from refitd.copy_services import MappedCopyService, PreparedJob
+from refitd.copy_services.parts import Part, PartsJob
 from refitd.copy_services.registry import Registry
 from refitd.errors import ArenaError, ConfigError, RefitdError
 
 if TYPE_CHECKING:
     from refitd.buffers.cuda import MappedDeviceArena
-
-Int64 = npt.NDArray[np.int64]
 
 
 class Devices:
@@ -100,10 +97,10 @@ class Devices:
 
         on_gpus = np.isin(pieces.arena, list(mine))
         here, there = np.flatnonzero(~on_gpus), np.flatnonzero(on_gpus)
-        parts = [_Part(there, DeviceConversionJob(pieces.select(there), mine))]
+        parts = [Part(there, DeviceConversionJob(pieces.select(there), mine))]
         if len(here):
-            parts.append(_Part(here, ConversionJob(pieces.select(here), self._host_arenas)))
-        return _PartsJob(parts)
+            parts.append(Part(here, ConversionJob(pieces.select(here), self._host_arenas)))
+        return PartsJob(parts)
 
     def prepare(self, copies: CopyList, in_main_memory: MappedCopyService) -> PreparedJob:
         """Build a job for these copies.
@@ -126,41 +123,8 @@ class Devices:
         for index in np.unique(gpu).tolist():
             rows = np.flatnonzero(gpu == index)
             service = in_main_memory if index < 0 else self._services[index]
-            parts.append(_Part(rows, service.prepare(copies.select(rows), arenas)))  # type: ignore[arg-type]
-        return _PartsJob(parts)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Part:
-    rows: Int64
-    job: PreparedJob
-
-
-class _PartsJob(PreparedJob):
-    """The parts of one job for different services, run one after another."""
-
-    def __init__(self, parts: list[_Part]) -> None:
-        self._parts = parts
-
-    def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
-        """See PreparedJob.run; `timeout` applies to each part."""
-        done: list[RunResult] = []
-
-        def progress(bytes_done: int) -> None:
-            on_progress(sum(result.bytes for result in done) + bytes_done)
-
-        for part in self._parts:
-            try:
-                done.append(part.job.run(verify=verify, on_progress=progress, timeout=timeout))
-            except DigestMismatch as exc:
-                known = 0 <= exc.copy < len(part.rows)
-                raise DigestMismatch(str(exc), int(part.rows[exc.copy]) if known else -1) from exc
-        return RunResult(
-            copies=sum(result.copies for result in done),
-            bytes=sum(result.bytes for result in done),
-            seconds=sum(result.seconds for result in done),
-            staging_bytes=max(result.staging_bytes for result in done),
-        )
+            parts.append(Part(rows, service.prepare(copies.select(rows), arenas)))  # type: ignore[arg-type]
+        return PartsJob(parts)
 
 
 def torch_with_one_thread() -> None:

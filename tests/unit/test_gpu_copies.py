@@ -17,7 +17,8 @@ from refitd.buffers import cuda as memory
 from refitd.buffers.arena import MappedArena, create
 from refitd.buffers.layout import extent
 from refitd.copy_services import DigestMismatch, registry
-from refitd.copy_services.cuda import pairs
+from refitd.copy_services.boxes import rows
+from refitd.copy_services.cuda import Pair, pair
 from refitd.daemon.actions import Instruction, ToWorker
 from refitd.daemon.effects import Effects
 from refitd.daemon.jobs import WorkerArenas, shares_of
@@ -34,10 +35,15 @@ ROOM = 1 << 16
 no_gpu = pytest.mark.skipif(memory.visible_devices() > 0, reason="there is a GPU")
 
 
+def pairs(copies: CopyList, arenas: dict[int, torch.Tensor], written: set[int]) -> list[Pair]:
+    sizes = {number: arena.numel() for number, arena in arenas.items()}
+    return [pair(row, arenas) for row in rows(copies, sizes, written)]
+
+
 def copied(copies: CopyList, source: torch.Tensor, target: torch.Tensor) -> int:
     work = pairs(copies, {1: source, 2: target}, {2})
-    for pair in work:
-        pair.destination.copy_(pair.source)
+    for one in work:
+        one.destination.copy_(one.source)
     return len(work)
 
 
@@ -80,16 +86,16 @@ def test_casts_are_those_of_torch_and_a_wrong_element_is_found(cast: int, seed: 
     target = torch.zeros(ROOM, dtype=torch.uint8)
     copies = copies_of([(src, dst, wanted.itemsize)])
     copies.cast[:] = cast
-    (pair,) = pairs(copies, {1: source, 2: target}, {2})
-    assert (pair.source.dtype, pair.destination.dtype) == (held, wanted)
-    pair.destination.copy_(pair.source)
+    (one,) = pairs(copies, {1: source, 2: target}, {2})
+    assert (one.source.dtype, one.destination.dtype) == (held, wanted)
+    one.destination.copy_(one.source)
     at = src.offset // held.itemsize
     values = source.view(held).as_strided(shape, [step // held.itemsize for step in src.strides], at)
-    assert torch.equal(pair.destination.nan_to_num(7), values.to(wanted).nan_to_num(7))
-    assert pair.is_equal()
-    changed = pair.destination.reshape(-1)[0].clone()
-    pair.destination[(0,) * len(shape)] = 3.0 if changed != 3.0 else 4.0
-    assert not pair.is_equal()
+    assert torch.equal(one.destination.nan_to_num(7), values.to(wanted).nan_to_num(7))
+    assert not one.differs()
+    changed = one.destination.reshape(-1)[0].clone()
+    one.destination[(0,) * len(shape)] = 3.0 if changed != 3.0 else 4.0
+    assert one.differs()
 
 
 def test_elements_that_lie_askew_are_not_converted() -> None:
@@ -104,10 +110,10 @@ def test_elements_that_lie_askew_are_not_converted() -> None:
 
 
 def test_contiguous_rows_are_copied_in_the_widest_words() -> None:
-    rows = LocalTensor(1, 64, (4, 32), (128, 2)), LocalTensor(2, 0, (4, 32), (64, 2))
-    (pair,) = pairs(copies_of([(*rows, 2)]), {i: torch.zeros(ROOM, dtype=torch.uint8) for i in (1, 2)}, {2})
-    assert pair.source.dtype == torch.int64 and pair.source.shape == (4, 8)
-    assert pair.destination.is_contiguous() and pair.nbytes == 256
+    ends = LocalTensor(1, 64, (4, 32), (128, 2)), LocalTensor(2, 0, (4, 32), (64, 2))
+    (one,) = pairs(copies_of([(*ends, 2)]), {i: torch.zeros(ROOM, dtype=torch.uint8) for i in (1, 2)}, {2})
+    assert one.source.dtype == torch.int64 and one.source.shape == (4, 8)
+    assert one.destination.is_contiguous() and one.nbytes == 256
 
 
 def test_an_empty_copy_is_none_and_a_repeated_element_is_read_again() -> None:
@@ -283,11 +289,11 @@ def test_bytes_that_differ_after_they_were_written_are_noticed(
     }
     for fd in fds:
         os.close(fd)
-    rows = [(LocalTensor(1, at, (100,), (4,)), LocalTensor(2, at, (100,), (4,)), 4) for at in (0, 4096, 8192)]
+    noted = [(LocalTensor(1, at, (100,), (4,)), LocalTensor(2, at, (100,), (4,)), 4) for at in (0, 4096, 8192)]
     make = registry.installed().find("cuda").on_device
     assert make is not None
     service = make(0)
-    job = service.prepare(copies_of(rows), arenas)
+    job = service.prepare(copies_of(noted), arenas)
     assert job.run(verify=True, on_progress=lambda done: None).bytes == 1200
     copy = torch.Tensor.copy_
     copied: list[torch.Tensor] = []
