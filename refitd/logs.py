@@ -31,6 +31,7 @@ _LEVELS = {
     "coordinator-silent": logging.WARNING,
     "delta-wrong": logging.WARNING,
     "differs": logging.ERROR,
+    "digests": logging.DEBUG,
     "digests-failed": logging.WARNING,
     "epoch-failed": logging.WARNING,
     "etcd-unreachable": logging.WARNING,
@@ -51,6 +52,7 @@ _LEVELS = {
     "not-restored": logging.WARNING,
     "not-sent": logging.WARNING,
     "plan-lost": logging.WARNING,
+    "published": logging.DEBUG,
     "session": logging.DEBUG,
     "slow-turn": logging.WARNING,
     "stage-failed": logging.WARNING,
@@ -58,6 +60,7 @@ _LEVELS = {
     "turned-away": logging.WARNING,
     "worker-died": logging.WARNING,
 }
+# Of a swap that ends well, info has only the coordinator's last line, which has its parts.
 _SWAP_LEVELS = {"aborted": logging.WARNING, "failed": logging.WARNING, "incomplete": logging.ERROR}
 
 # syslog's numbers; journald reads them at the start of a line (man 3 sd-daemon)
@@ -67,7 +70,7 @@ _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ER
 def severity(event: str, fields: Mapping[str, object]) -> int:
     """Return the level of an event, as `logging` numbers it."""
     if event == "swap":
-        return _SWAP_LEVELS.get(str(fields.get("phase")), logging.INFO)
+        return _SWAP_LEVELS.get(str(fields.get("phase")), logging.INFO if "total_s" in fields else logging.DEBUG)
     if event == "session-closed":
         return logging.WARNING if fields.get("lost") else logging.DEBUG
     return _LEVELS.get(event, logging.INFO)

@@ -57,7 +57,7 @@ def _move(turn: Turn, running: Running, event: swap_events.Event) -> list[swap_e
         turn.log("illegal", reason=str(exc))
         return None
     s = running.swap
-    if s.phase is not before:
+    if s.phase is not before and not s.phase.is_final:
         turn.log("swap", swap=s.swap, model=s.model, version=s.version, phase=s.phase.value, reason=s.reason)
     return instructions
 
@@ -306,6 +306,22 @@ def _finish(turn: Turn, state: ModelState, running: Running) -> None:
     if running.plan is not None and s.phase is not Phase.ABORTED:
         wiring = preparation.wiring_of(turn, running.members.values(), running.plan)
         report = msgspec.structs.replace(report, paths=paths_of(running.plan.routed, wiring))
+    turn.log(
+        "swap",
+        swap=s.swap,
+        model=s.model,
+        version=s.version,
+        phase=s.phase.value,
+        reason=s.reason,
+        kind=report.kind,
+        ranks=len(report.members),
+        bytes=report.bytes,
+        plan_s=report.plan_s,
+        pause_s=report.pause_s,
+        stage_s=report.stage_s,
+        commit_s=report.commit_s,
+        total_s=report.total_s,
+    )
     state.running, state.last = None, report
     del turn.fleet.swapping[s.swap]
     turn.fleet.traces.ended(s, report, turn.wall)

@@ -74,7 +74,10 @@ class Service(Process):
         path = self.folder / f"{name}.toml"
         path.write_text(config)
         self._mark = f"{_MARK}={self.folder}/{name}/"
-        given = {"REFITD_NODE__RUNTIME_DIR": str(self.directory), **options.get("environment", {})}
+        given = {"REFITD_NODE__RUNTIME_DIR": str(self.directory)}
+        if "[log]" not in config:
+            given["REFITD_LOG__LEVEL"] = "debug"
+        given |= options.get("environment", {})
         prefix = options.get("prefix", ())
         super().__init__(
             name,
