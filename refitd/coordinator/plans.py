@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -34,6 +34,10 @@ from refitd.protocol.cluster import (
     ShareRanks,
 )
 from refitd.protocol.codec import digest_of, pack
+
+if TYPE_CHECKING:
+    from refitd.coordinator.paths import Wiring
+    from refitd.protocol.plan_reports import PathTraffic
 
 # --- parts on the wire -----------------------------------------------------------------------------------
 
@@ -266,6 +270,7 @@ class LoadedPlan:
     epoch: EpochPlan | None = None  # of its cross-node transfers; None until formed
     gpu_of: dict[int, str] = field(default_factory=dict)  # plan-wide rank -> its GPU, if the epoch has that
     crossing_s: dict[str, float] = field(default_factory=dict)  # node -> time of its slowest worker in the last swap
+    paths: tuple[Wiring | None, tuple[PathTraffic, ...]] = (None, ())  # of its bytes in the last swap
     given_whole: set[str] = field(default_factory=set)  # nodes that lacked parts, and were sent all
     nbytes: int = field(init=False)  # that it moves
     moves_between: bool = field(init=False)  # between nodes

@@ -303,9 +303,11 @@ def _finish(turn: Turn, state: ModelState, running: Running) -> None:
     if s.phase is not Phase.COMMITTED:
         left_behind(state, running, turn.now)
     report = swap_report(turn.fleet, running, turn.now)
-    if running.plan is not None and s.phase is not Phase.ABORTED:
-        wiring = preparation.wiring_of(turn, running.members.values(), running.plan)
-        report = msgspec.structs.replace(report, paths=paths_of(running.plan.routed, wiring))
+    if (plan := running.plan) is not None and s.phase is not Phase.ABORTED:
+        wiring = preparation.wiring_of(turn, running.members.values(), plan)
+        if plan.paths[0] != wiring:  # summed once for a plan, because it may have millions of rows
+            plan.paths = wiring, paths_of(plan.routed, wiring)
+        report = msgspec.structs.replace(report, paths=plan.paths[1])
     turn.log(
         "swap",
         swap=s.swap,
