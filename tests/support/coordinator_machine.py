@@ -17,8 +17,8 @@ from refitd.coordinator import actions as act
 from refitd.coordinator.descriptions import MAX_UNUSED_SHARDS
 from refitd.coordinator.journals.base import Recovered
 from refitd.coordinator.journals.file import FileJournal
+from refitd.coordinator.plan_reports import completed
 from refitd.coordinator.plans import make_plan
-from refitd.coordinator.reports import completed
 from refitd.coordinator.state import NODE_SILENCE_S, CoordinatorState
 from refitd.coordinator.swap_queue import MAX_QUEUED
 from refitd.errors import CommitError, RefitdError
