@@ -484,7 +484,7 @@ def _shard_of(member: LocalMember, arenas: Mapping[int, Arena]) -> cluster.AddSh
         controlled=isinstance(r, local.RegisterTarget) and r.controlled,
         poisoned=member.state.reason if member.state.live is Live.POISONED else "",
         held_bytes=figures.held_bytes,
-        staging_bytes=figures.staging_bytes,
+        staging_bytes=0 if registration.in_place else figures.staging_bytes,
         converted_bytes=figures.converted_bytes,
         stale=figures.stale,
         run=member.state.run if source is None else source.run,
