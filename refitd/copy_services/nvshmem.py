@@ -28,7 +28,7 @@ import os
 import sys
 from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -335,14 +335,17 @@ class NvshmemService(SlottedExchange):
         return self._digests.new(about)
 
     def close(self) -> None:
-        """See ExchangeService.close. Collective. After a failure, the end of the process releases everything."""
+        """See ExchangeService.close. Collective.
+
+        Raises:
+            TransportError: NVSHMEM cannot be finalized, because a transfer or another PE has failed. This process must
+                end, since NVSHMEM starts only once in a process.
+        """
         is_in_order = self.is_usable
         super().close()
         if not self._is_initialized:
             return
         self._is_initialized = False
-        if not is_in_order:
-            return
 
         def finalize() -> None:
             make_current(self.device)
@@ -350,9 +353,13 @@ class NvshmemService(SlottedExchange):
                 self._library.bindings.free(address)
             self._library.core.finalize()
 
-        # if the others do not finalize too, the process's end releases everything
-        with suppress(Exception):
+        me = self.peers.label(self.peers.index)
+        if not is_in_order:
+            raise TransportError(f"{me} ends, because a transfer over NVSHMEM has failed")
+        try:
             bounded(finalize, Deadline.after(_WAIT_S), "finalizing NVSHMEM")
+        except Exception as exc:
+            raise TransportError(f"{me} ends, because it cannot finalize NVSHMEM: {exc}") from exc
 
 
 def join(epoch: Epoch) -> NvshmemService:

@@ -18,7 +18,8 @@
  *   FAKE_CUDA_FABRIC   "1": the devices support fabric handles; "refused": they say so, but creation fails
  *   FAKE_CUDA_ALONE    "1": no other process uses the GPUs; looking for their memory takes long on a busy machine
  *   FAKE_CUDA_FAIL     "cuMemMap:3": the third call of cuMemMap answers out of memory; "cuMemMap:3+": also all later
- *                      ones; "cuMem:3": counts calls of every function whose name begins so; joined by commas
+ *                      ones; "cuMem:3": counts calls of every function whose name begins so; joined by commas;
+ *                      "/a/file": the file has the rules, and each failed call adds a line to "/a/file.failed"
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -62,7 +63,14 @@ static void unlock(int *unused) { (void)unused; pthread_mutex_unlock(&lock); }
 static int fails(const char *name) {
     static char last[200];
     static int counts[8];
-    const char *text = getenv("FAKE_CUDA_FAIL");
+    const char *path = getenv("FAKE_CUDA_FAIL"), *text = path;
+    char read_now[200] = "";
+    FILE *file = path && *path == '/' ? fopen(path, "r") : NULL;
+    if (path && *path == '/') text = read_now;
+    if (file) {
+        if (!fgets(read_now, sizeof read_now, file)) read_now[0] = 0;
+        fclose(file);
+    }
     if (strcmp(text ? text : "", last)) {
         memset(counts, 0, sizeof counts);
         snprintf(last, sizeof last, "%s", text ? text : "");
@@ -79,6 +87,11 @@ static int fails(const char *name) {
         }
         rule = strchr(rule, ',');
         rule = rule ? rule + 1 : NULL;
+    }
+    if (found && text == read_now) {
+        char failed[300];
+        snprintf(failed, sizeof failed, "%s.failed", path);
+        if ((file = fopen(failed, "a"))) fprintf(file, "%d %s\n", getpid(), name), fclose(file);
     }
     return found;
 }

@@ -32,7 +32,9 @@ def get_unique_id(empty: bool = False) -> UniqueId:
 def init(*, uid: UniqueId, rank: int, nranks: int, initializer_method: str) -> None:
     assert initializer_method == "uid" and "store" not in _world, "NVSHMEM is initialised once"
     port = int.from_bytes(ctypes.string_at(uid.ptr, 8), "little")
-    _world.update(store=TCPStore("127.0.0.1", port, None, False, wait_for_workers=False), rank=rank, size=nranks)
+    _world.update(
+        calls=0, store=TCPStore("127.0.0.1", port, None, False, wait_for_workers=False), rank=rank, size=nranks
+    )
     meet("init", None)
 
 
@@ -43,7 +45,7 @@ def finalize() -> None:
 
 def meet(what: str, mine: object) -> list[Any]:
     """Return what each PE has brought. All must do the same; if one has died, this never ends."""
-    number = _world["calls"] = _world.get("calls", 0) + 1
+    number = _world["calls"] = _world["calls"] + 1
     store, found = _world["store"], []
     try:
         store.set(f"{number}/{_world['rank']}", json.dumps([what, mine]))
