@@ -35,6 +35,15 @@ ELEMENT_SIZES: dict[str, int] = {
     "complex64": 8,
     "complex128": 16,
 }
+# Blocks of 32 elements, which senders convert to MXFP8 (refitd.mxfp8.blocks). A plan has one element for each.
+BLOCK_SIZES: dict[str, int] = {
+    "bfloat16[32]": 64,
+    "float32[32]": 128,
+    "mxfp8.rceil.data": 32,
+    "mxfp8.rceil.scale": 1,
+    "mxfp8.floor.data": 32,
+    "mxfp8.floor.scale": 1,
+}
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
@@ -43,8 +52,10 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 
 def element_size(dtype: torch.dtype | str) -> int:
-    """Return the bytes per element; raises ValueError for an unknown dtype."""
+    """Return the bytes per element, or per block; raises ValueError for an unknown dtype."""
     name = dtype_name(dtype)
+    if name in BLOCK_SIZES:
+        return BLOCK_SIZES[name]
     if name not in ELEMENT_SIZES:
         raise ValueError(f"unknown dtype {name!r}; known: {', '.join(ELEMENT_SIZES)}")
     return ELEMENT_SIZES[name]

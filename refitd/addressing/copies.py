@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from refitd.addressing.places import Int64, Places, ShapeAndStrides, choose
 from refitd.buffers.layout import row_major_strides
+from refitd.dtypes import BLOCK_SIZES
 from refitd.errors import TransportError
 from refitd.mxfp8.format import BLOCK, ROUNDINGS, TILE_ROWS, Rounding, swizzled_bytes
 from refitd.plan.columns import Columns, ranges
@@ -307,7 +308,7 @@ def _addresses(
     # address rows of equal form and element size together, because there may be as many tensors as rows
     sizes, size_number = np.unique(es, return_inverse=True)
     kinds, number = np.unique(found.form[which] * len(sizes) + size_number, return_inverse=True)
-    forms = [(found.forms[kind // len(sizes)], int(sizes[kind % len(sizes)])) for kind in kinds.tolist()]
+    forms = [_form(found.forms[kind // len(sizes)], int(sizes[kind % len(sizes)])) for kind in kinds.tolist()]
     otherwise = [i for i, (form, size) in enumerate(forms) if not _is_row_major(form, size)]
     order = np.argsort(number, kind="stable") if otherwise else number
     begins = np.searchsorted(number[order], [otherwise, [i + 1 for i in otherwise]])
@@ -316,6 +317,22 @@ def _addresses(
         place, stride[rows] = _in_memory(forms[i][0], offsets[rows], strides[rows], table.size[rows])
         offset[rows] = found.offset[which[rows]] + place
     return Addresses(arena=found.arena[which], offset=offset, stride=stride)
+
+
+def _form(form: ShapeAndStrides, es: int) -> tuple[ShapeAndStrides, int]:
+    """Return a form with the size of its elements; if these are blocks, in blocks.
+
+    [256, 512] of 2 bytes, strides (1024, 2), in blocks of 64 bytes  ->  [256, 16], strides (1024, 64)
+    """
+    if es not in BLOCK_SIZES.values() or es == 1:
+        return form, es
+    *lead, step = form.strides
+    if step * BLOCK != es:
+        raise ValueError(
+            f"the last dimension of a tensor of shape {form.shape} is not contiguous, so its blocks cannot be "
+            "converted; make it contiguous before registering it"
+        )
+    return ShapeAndStrides((*form.shape[:-1], form.shape[-1] // BLOCK), (*lead, es)), es
 
 
 def _is_row_major(form: ShapeAndStrides, es: int) -> bool:

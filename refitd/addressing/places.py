@@ -9,6 +9,8 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from refitd.mxfp8.parts import MARK
+
 Int64 = npt.NDArray[np.int64]
 
 
@@ -100,6 +102,11 @@ def choose(places: Mapping[int, Places], ranks: Int64, names: Sequence[str]) -> 
     for rank, begin, end in zip(found.tolist(), first.tolist(), np.append(first, len(ranks))[1:].tolist(), strict=True):
         held = places.get(rank)
         rows = list(map(held.rows.get, names[begin:end])) if held is not None else [None]
+        if held is not None and None in rows:  # parts that senders convert are in their tensor
+            rows = [
+                held.rows.get(name.partition(MARK)[0]) if row is None else row
+                for row, name in zip(rows, names[begin:end], strict=True)
+            ]
         if held is None or None in rows:
             raise KeyError((rank, names[begin + rows.index(None)]))
         at = np.array(cast("list[int]", rows), np.int64)

@@ -14,6 +14,7 @@ from refitd.describe.layout import without_ranks
 from refitd.describe.metadata import ParameterMetadata, Roster
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import PlanError, ProtocolError, RefusedError
+from refitd.mxfp8.blocks import converted_by_senders
 from refitd.mxfp8.parts import MARK, part_of
 from refitd.plan.completion import Said
 from refitd.protocol.cluster import AddShard
@@ -106,7 +107,8 @@ class ShardReader:
                     described = self._as_held(r.digest, described)
                 source, destination = (described, ()) if r.is_source else ((), described)
                 found.append(Roster(r.rank, source=source, destination=destination, node=r.node, label=r.label))
-        return found
+        # seeds hold converted parts
+        return found if any(r.as_held for pool in pools for r in pool) else converted_by_senders(found)
 
     def learn(self, digest: str, read: ShardRead) -> None:
         """Store a description that was read elsewhere."""

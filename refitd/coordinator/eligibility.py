@@ -16,7 +16,7 @@ from refitd.coordinator.descriptions import canonical_names
 from refitd.coordinator.members import Member, Membership
 from refitd.describe.casts import Offered, unrounded
 from refitd.errors import RefusedError
-from refitd.mxfp8.parts import MARK, part_name, part_of
+from refitd.mxfp8.parts import MARK, is_convertible, part_name, part_of
 from refitd.protocol.shards import KeptTensor, Shard, WireTensor
 
 # Problems in one error.
@@ -162,7 +162,9 @@ class _Offers:
     def lacking(self, member: Member) -> list[str]:
         """Return what a target wants in MXFP8 that is not offered."""
         if member.described.wants and member.added.digest not in self._lacking:
-            self._lacking[member.added.digest] = offer_problems(self._offered, member.described.wants)
+            self._lacking[member.added.digest] = offer_problems(
+                self._offered, member.described.wants, may_convert=not self._are_seeds
+            )
         return self._lacking[member.added.digest] if member.described.wants else []
 
     def unfollowable(self, ranks: Sequence[Member]) -> list[str]:
@@ -178,18 +180,23 @@ class _Offers:
 # --- MXFP8 ------------------------------------------------------------------------------------------------
 
 
-def offer_problems(sources: Iterable[Shard], wanted: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the `wanted_parts` that no source offers in MXFP8, each with advice."""
+def offer_problems(
+    sources: Iterable[Shard], wanted: Iterable[tuple[str, str]], *, may_convert: bool = True
+) -> list[str]:
+    """Return the `wanted_parts` that no source offers in MXFP8 and no sender can convert, each with advice."""
     parts = sorted(set(wanted))
     if not parts:
         return []
     offered: set[str] = set()
+    convertible: set[str] = set()
     for shard in sources:
         for tensor in shard.tensors:
-            offered |= canonical_names(tensor) | set(tensor.aliases)
+            names = canonical_names(tensor) | set(tensor.aliases)
+            offered |= names
+            convertible |= names if may_convert and is_convertible(tensor.dtype) else set()
     found = []
     for tensor_name, rounding in parts:
-        if part_name(tensor_name, rounding, "data") in offered:
+        if part_name(tensor_name, rounding, "data") in offered or tensor_name in convertible:
             continue
         others = sorted({p.rounding for name in offered if (p := part_of(name)) and p.tensor == tensor_name})
         if others:
@@ -199,7 +206,7 @@ def offer_problems(sources: Iterable[Shard], wanted: Iterable[tuple[str, str]]) 
             )
         else:
             found.append(
-                f"{tensor_name}: it is wanted in MXFP8 and no source offers it so; declare it there "
+                f"{tensor_name}: it is wanted in MXFP8, and no source offers it so, or in bfloat16; declare it there "
                 "(register_source(mxfp8=...)), or register the target with convert_on_send=False"
             )
     return found

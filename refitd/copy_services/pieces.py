@@ -28,15 +28,14 @@ from refitd.addressing.between_nodes import TransferList
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import MappedDeviceArena
 from refitd.buffers.layout import extent
-from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES, converted
+from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
 from refitd.errors import TransportError
+from refitd.mxfp8.blocks import Converter
 
-_UNSIGNED: dict[int, type[np.generic]] = {
-    1: np.uint8,
-    2: np.uint16,
-    4: np.uint32,
-    8: np.uint64,
-    16: np.complex128,
+# blocks of MXFP8 are void items
+_UNSIGNED: dict[int, npt.DTypeLike] = {
+    **{1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128},
+    **{size: f"V{size}" for size in (32, 64, 128)},
 }
 Words = npt.NDArray[Any]
 # integers, and complex for 16 bytes: torch copies them bit for bit
@@ -90,9 +89,13 @@ class Piece(ABC):
 class BoxPiece(Piece):
     """Common part of pieces in arenas and other processes: a strided box whose elements may be converted."""
 
-    def __init__(self, count: int, cast: int, element: int, where: str = "") -> None:
-        """Store the number of elements, their conversion (0 for none), and their size in transit in bytes."""
+    def __init__(self, count: int, cast: int, element: int, convert: Converter | None = None, where: str = "") -> None:
+        """Store the number of elements, their conversion (0 for none), and their size in transit in bytes.
+
+        Pieces of one thread may share `convert`.
+        """
         self._count, self._cast, self._element, self._where = count, cast, element, where
+        self._convert = convert or Converter()
 
     @property
     def nbytes(self) -> int:
@@ -184,9 +187,9 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 class ArenaPiece(BoxPiece):
     """A strided box of an arena."""
 
-    def __init__(self, words: Words, cast: int, element: int) -> None:
+    def __init__(self, words: Words, cast: int, element: int, convert: Converter | None = None) -> None:
         """`words` are the elements in the arena; `element` is their size in transit."""
-        super().__init__(words.size, cast, element)
+        super().__init__(words.size, cast, element, convert)
         self._words = words
         self._flat: torch.Tensor | None = None
         if not cast and words.flags.c_contiguous:
@@ -209,7 +212,7 @@ class ArenaPiece(BoxPiece):
         for index, count in boxes_between(self._words.shape, start // self._element, end // self._element):
             words = self._words[index]
             if self._cast:
-                words = converted(self._cast, words)
+                words = self._convert(self._cast, words)
             np.copyto(place[at : at + count].reshape(words.shape), words)
             at += count
 
@@ -237,6 +240,7 @@ class DevicePiece(BoxPiece):
         held: int,
         cast: int,
         element: int,
+        convert: Converter | None = None,
     ) -> None:
         """Make a view of a box inside the arena; the caller has checked its range.
 
@@ -248,16 +252,21 @@ class DevicePiece(BoxPiece):
             held: bytes of an element in the arena.
             cast: conversion on sending, 0 for none.
             element: bytes of an element in transit.
+            convert: see BoxPiece.
 
         Raises:
             TransportError: offset or strides are not multiples of the element size.
         """
-        dtype = _DEVICE_WORDS[held]
-        if offset % held or any(step % held for step in stride):
+        word = min(held, 16)
+        if offset % word or any(step % word for step in stride):
             raise TransportError(f"elements of {held} bytes at byte {offset}, {stride} apart, cannot be read by a GPU")
-        words = arena.tensor[: arena.nbytes // held * held].view(dtype)
-        self._words = words.as_strided(size, [step // held for step in stride], offset // held)
-        super().__init__(self._words.numel(), cast, element, f" on {self._words.device}")
+        words = arena.tensor[: arena.nbytes // word * word].view(_DEVICE_WORDS[word])
+        steps = [step // word for step in stride]
+        self._size, self._held = tuple(size), held
+        # blocks have one more dimension, of their words
+        inner = ([held // word], [1]) if held > word else ([], [])
+        self._words = words.as_strided([*size, *inner[0]], [*steps, *inner[1]], offset // word)
+        super().__init__(prod(size), cast, element, convert, f" on {self._words.device}")
 
     def direct(self, start: int, end: int) -> torch.Tensor | None:
         """See Piece.direct."""
@@ -269,55 +278,75 @@ class DevicePiece(BoxPiece):
         """See Piece.pack."""
         for box, place in self._parts(start, end, out):
             if self._cast:
-                there = converted(self._cast, box.cpu().numpy().view(f"u{box.element_size()}"))
-                place.copy_(torch.from_numpy(there.view(f"i{self._element}")))
+                there = box.cpu().contiguous().view(torch.uint8).numpy().reshape(-1).view(_UNSIGNED[self._held])
+                place.copy_(torch.from_numpy(self._convert(self._cast, there).view(np.uint8)))
             else:
-                place.copy_(box)
+                place.view(box.dtype).view(box.shape).copy_(box)
 
     def unpack(self, start: int, end: int, found: torch.Tensor) -> None:
         """See Piece.unpack."""
         for box, place in self._parts(start, end, found):
-            box.copy_(place)
+            box.copy_(place.view(box.dtype).view(box.shape))
 
     def _parts(self, start: int, end: int, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs of equal shape: part of the box, and its place in the buffer."""
+        """Return parts of the box, each with its place in the buffer, as bytes."""
         item, at, found = self._element, 0, []
-        for index, count in boxes_between(self._words.shape, start // item, end // item):
-            box = self._words[index]
-            place = buffer[at : at + count * item].view(_DEVICE_WORDS[item]).view(box.shape)
-            found.append((box, place))
+        for index, count in boxes_between(self._size, start // item, end // item):
+            found.append((self._words[index], buffer[at : at + count * item]))
             at += count * item
         return found
 
 
-def piece_of(transfers: TransferList, row: int, arenas: Mapping[int, MappedArena | MappedDeviceArena]) -> Piece:
-    """Return this end of a transfer.
+def piece_of(
+    transfers: TransferList,
+    row: int,
+    arenas: Mapping[int, MappedArena | MappedDeviceArena],
+    convert: Converter | None = None,
+) -> Piece:
+    """Return this end of a transfer. `convert` may be shared by the pieces of one thread.
 
     Raises:
         TransportError: it leaves its arena, or the arena is not mapped here, or is read-only but must be written.
     """
-    size, stride = transfers.size[row].tolist(), transfers.stride[row].tolist()
-    element, cast, offset = int(transfers.element_size[row]), int(transfers.cast[row]), int(transfers.offset[row])
-    if not 0 <= cast < len(SOURCE_SIZES) or (cast and element != DESTINATION_SIZES[cast]) or element not in _UNSIGNED:
-        raise TransportError(f"transfer {row}: conversion {cast} to elements of {element} bytes does not exist")
-    held = SOURCE_SIZES[cast] or element
     arena = arenas.get(int(transfers.arena[row]))
     if arena is None:
         raise TransportError(f"transfer {row}: arena {int(transfers.arena[row])} is not mapped here")
-    end = offset + extent(size, stride, held)
-    if offset < 0 or min(stride) < 0 or min(size) < 1 or end > arena.nbytes:
-        raise TransportError(f"transfer {row}: bytes {offset}..{end} leave an arena of {arena.nbytes} bytes")
     if not transfers.is_send[row] and not arena.writable:
         raise TransportError(f"transfer {row}: arena {int(transfers.arena[row])} is mapped for reading only")
+    box = int(transfers.offset[row]), transfers.size[row].tolist(), transfers.stride[row].tolist()
+    return box_of(arena, *box, int(transfers.cast[row]), int(transfers.element_size[row]), f"transfer {row}", convert)
+
+
+def box_of(
+    arena: MappedArena | MappedDeviceArena,
+    offset: int,
+    size: list[int],
+    stride: list[int],
+    cast: int,
+    element: int,
+    what: str,
+    convert: Converter | None = None,
+) -> Piece:
+    """Return a box of an arena; arguments as those of DevicePiece. `what` names it in errors.
+
+    Raises:
+        TransportError: it leaves the arena, or there is no such conversion.
+    """
+    if not 0 <= cast < len(SOURCE_SIZES) or (cast and element != DESTINATION_SIZES[cast]) or element not in _UNSIGNED:
+        raise TransportError(f"{what}: conversion {cast} to elements of {element} bytes does not exist")
+    held = SOURCE_SIZES[cast] or element
+    end = offset + extent(size, stride, held)
+    if offset < 0 or min(stride) < 0 or min(size) < 1 or end > arena.nbytes:
+        raise TransportError(f"{what}: bytes {offset}..{end} leave an arena of {arena.nbytes} bytes")
     if not isinstance(arena, MappedArena):
-        return DevicePiece(arena, offset, size, stride, held, cast, element)
+        return DevicePiece(arena, offset, size, stride, held, cast, element, convert)
     # numpy ignores the strides of dimensions with one element when it checks for contiguity
     words = np.ndarray(tuple(size), _UNSIGNED[held], arena.bytes.data, offset, tuple(stride))
-    return ArenaPiece(words, cast, element)
+    return ArenaPiece(words, cast, element, convert)
 
 
 # a multiple of every element size: each piece in a message can be viewed with its dtype
-ALIGNMENT = 16
+ALIGNMENT = 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from refitd.addressing.copies import CopyList
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.layout import extent
 from refitd.copy_services import Capabilities, DigestMismatch, MappedCopyService, PreparedJob, RunResult
-from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES, converted
+from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
 from refitd.errors import TransportError
+from refitd.mxfp8.blocks import Converter
 
 # Source, destination and the bytes gathered to compare them fit well into a second-level cache of 1 MiB.
 CHUNK_BYTES = 128 << 10
@@ -30,7 +31,11 @@ _ROW = (
     *("size", "element_size", "cast", "src_arena", "src_offset", "src_stride"),
     *("dst_arena", "dst_offset", "dst_stride"),
 )
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+# blocks of MXFP8 are void items
+_UNSIGNED: dict[int, npt.DTypeLike] = {
+    **{1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128},
+    **{size: f"V{size}" for size in (32, 64, 128)},
+}
 
 # 40-50 GB/s in cache: twice as fast as two digests, and exact
 _memcmp = ctypes.CDLL(None).memcmp
@@ -98,12 +103,13 @@ class _ArenaChunk(_Chunk):
 class _ConvertedChunk(_Chunk):
     source: Elements
     cast: int
+    convert: Converter
 
     def write(self, scratch: _Scratch) -> None:
-        np.copyto(self.destination, converted(self.cast, self.source))
+        np.copyto(self.destination, self.convert(self.cast, self.source))
 
     def expected_at(self, scratch: _Scratch) -> int:
-        return scratch.gather(converted(self.cast, self.source))
+        return scratch.gather(self.convert(self.cast, self.source))
 
 
 class SharedMemoryService(MappedCopyService):
@@ -115,6 +121,7 @@ class SharedMemoryService(MappedCopyService):
     def prepare(self, copies: CopyList, arenas: Mapping[int, MappedArena]) -> PreparedJob:
         """See CopyService.prepare."""
         chunks: list[tuple[int, _Chunk]] = []
+        convert = Converter()
         # whole columns at once: reading one number of an array costs as much as a small copy
         columns = (getattr(copies, name).tolist() for name in _ROW)
         for row, values in enumerate(zip(*columns, strict=True)):
@@ -135,12 +142,12 @@ class SharedMemoryService(MappedCopyService):
                 source_at = origin.address + src_at + src_skip
                 if not source.flags.c_contiguous:
                     order, source_at = source_at, 0
-                chunks.append(
-                    (
-                        order,
-                        _ConvertedChunk(*written, source, cast) if cast else _ArenaChunk(*written, source, source_at),
-                    )
+                chunk = (
+                    _ConvertedChunk(*written, source, cast, convert)
+                    if cast
+                    else _ArenaChunk(*written, source, source_at)
                 )
+                chunks.append((order, chunk))
         # Processors prefetch. In a tensor cut in columns, half a row is followed by its other half, which another copy
         # reads or writes. Running such copies one after the other takes a quarter less time.
         chunks.sort(key=itemgetter(0))
@@ -243,5 +250,4 @@ def _view(buffer: Bytes, offset: int, box: list[_Dim], side: int, element: int, 
         strides[-1] = 1
         if len(box) == 1:
             return buffer[offset : offset + shape[0]]
-    dtype: type[np.generic] = np.uint8 if as_bytes else _UNSIGNED[element]
-    return np.ndarray(tuple(shape), dtype, buffer, offset, tuple(strides))
+    return np.ndarray(tuple(shape), np.uint8 if as_bytes else _UNSIGNED[element], buffer, offset, tuple(strides))

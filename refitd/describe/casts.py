@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from refitd.dtypes import ELEMENT_SIZES, dtype_name
+from refitd.dtypes import dtype_name, element_size
 
 # number -> (dtype at the source, dtype at the destination)
 CASTS: dict[int, tuple[str, str]] = {
@@ -42,19 +42,31 @@ CASTS: dict[int, tuple[str, str]] = {
     3: ("float32", "float16"),
     4: ("float16", "float32"),
 }
+# the same for blocks of elements, which refitd.mxfp8.blocks converts
+BLOCK_CASTS: dict[int, tuple[str, str]] = {
+    5: ("bfloat16[32]", "mxfp8.rceil.data"),
+    6: ("bfloat16[32]", "mxfp8.rceil.scale"),
+    7: ("bfloat16[32]", "mxfp8.floor.data"),
+    8: ("bfloat16[32]", "mxfp8.floor.scale"),
+    9: ("float32[32]", "mxfp8.rceil.data"),
+    10: ("float32[32]", "mxfp8.rceil.scale"),
+    11: ("float32[32]", "mxfp8.floor.data"),
+    12: ("float32[32]", "mxfp8.floor.scale"),
+}
 PAIRS = ", ".join(f"{held} to {wanted}" for held, wanted in CASTS.values())
 # the types that can be cast
 FLOATING = frozenset(name for pair in CASTS.values() for name in pair)
-# bytes per element, indexed by conversion number; index 0 (no conversion) holds 0
-SOURCE_SIZES = (0, *(ELEMENT_SIZES[held] for held, _ in CASTS.values()))
-DESTINATION_SIZES = (0, *(ELEMENT_SIZES[wanted] for _, wanted in CASTS.values()))
+_ALL = CASTS | BLOCK_CASTS
+# bytes per element or block, indexed by conversion number; index 0 (no conversion) holds 0
+SOURCE_SIZES = (0, *(element_size(held) for held, _ in _ALL.values()))
+DESTINATION_SIZES = (0, *(element_size(wanted) for _, wanted in _ALL.values()))
 
 
 def cast_number(held: str, wanted: str) -> int | None:
     """Return the number of the conversion from one dtype to another: 0 if they are equal, None if it is unsupported."""
     if held == wanted:
         return 0
-    return next((number for number, pair in CASTS.items() if pair == (held, wanted)), None)
+    return next((number for number, pair in _ALL.items() if pair == (held, wanted)), None)
 
 
 def cast_problem(cast_from: object, dtype: object) -> str:
@@ -112,7 +124,7 @@ Words = npt.NDArray[Any]  # elements as unsigned integers of equal size
 
 
 def converted(cast: int, words: Words) -> Words:
-    """Return the elements after the conversion with this number, in an array of equal shape.
+    """Return the elements after the conversion with this number, in an array of equal shape; blocks are excluded.
 
     As in torch, numbers beyond float16's range become infinite, and NaN stays NaN.
     """

@@ -92,6 +92,20 @@ def quantize(
         _quantize_chunk(words[row, column], data[row, column], scales[row, block], rounding, scratch)
 
 
+def scales_of(words: Words, rounding: Rounding = Rounding.RCEIL, scratch: Scratch | None = None) -> Bytes:
+    """Return the E8M0 bytes that `quantize` writes for contiguous words, one per block, 1-D."""
+    layout = _BFLOAT16 if words.dtype == np.uint16 else _FLOAT32
+    scratch = Scratch.of(words.dtype) if scratch is None else scratch
+    flat, found = words.reshape(-1), np.empty(words.size // BLOCK, np.uint8)
+    for start in range(0, flat.size, CHUNK):
+        part = flat[start : start + CHUNK]
+        magnitudes = scratch.moved[: part.size]
+        np.bitwise_and(part, layout.magnitude, out=magnitudes)
+        end = start + part.size
+        found[start // BLOCK : end // BLOCK] = _scales(_largest(magnitudes, layout, scratch), layout, rounding)[0]
+    return found
+
+
 def dequantize(data: Bytes, scales: Bytes, words: Words) -> None:
     """Convert back: E4M3 `data` and row-major E8M0 `scales` to bfloat16 `words` (uint16); shapes as in `quantize`.
 
@@ -167,6 +181,11 @@ class _Layout:
         return self.mantissa - 3
 
     @property
+    def magnitude(self) -> np.unsignedinteger[Any]:
+        """The mask of all bits but the sign."""
+        return self.dtype((1 << (self.bits - 1)) - 1)
+
+    @property
     def half(self) -> int:
         """The rounding term: adding it and the last kept bit before dropping bits rounds ties to even."""
         return (1 << (self.dropped - 1)) - 1
@@ -217,7 +236,7 @@ def _quantize_chunk(words: Words, data: Bytes, scales: Bytes, rounding: Rounding
     word, signed = layout.dtype, layout.signed
     count, shape = words.size, words.shape
     moved = scratch.moved[:count].reshape(shape)
-    np.bitwise_and(words, word((1 << (layout.bits - 1)) - 1), out=moved)
+    np.bitwise_and(words, layout.magnitude, out=moved)
     amax = _largest(moved, layout, scratch)
     scale, by, is_odd = _scales(amax, layout, rounding)
     scales[...] = scale.reshape(scales.shape)

@@ -96,30 +96,36 @@ def _part(meta: ParameterMetadata, rounding: str, which: str) -> ParameterMetada
     def named(name: str) -> str:
         return part_name(name, rounding, which)
 
-    is_scale = which == "scale"
-    dtype = SCALE_DTYPE if is_scale else DATA_DTYPE
-    tiles = meta.tiles
-    if tiles is not None:
-        tiles = tuple(replace(_scale_tile(tile) if is_scale else tile, tensor=named(tile.tensor)) for tile in tiles)
-    last = len(meta.shape) - 1
-    sizes = meta.partition_sizes
-    if sizes is not None and is_scale and meta.partition_dim == last:
-        # sizes that end inside a block of 32 occur only in whole tensors (check_blocks); their scales need no parts
-        sizes = None if any(size % BLOCK for size in sizes) else [size // BLOCK for size in sizes]
-    return replace(
+    part = replace(
         meta,
         name=named(meta.name),
-        shape=_scale_shape(meta.shape) if is_scale else tuple(meta.shape),
-        dtype=dtype,
-        element_size=element_size(dtype),
+        shape=tuple(meta.shape),
+        dtype=DATA_DTYPE,
+        element_size=element_size(DATA_DTYPE),
         resolved_name=None if meta.resolved_name is None else named(meta.resolved_name),
-        partition_sizes=sizes,
-        tiles=tiles,
-        global_shape=_scale_shape(meta.global_shape) if is_scale and meta.global_shape else meta.global_shape,
+        tiles=None if meta.tiles is None else tuple(replace(tile, tensor=named(tile.tensor)) for tile in meta.tiles),
         fill=None if meta.fill is None else 0.0,
         aliases=tuple(named(alias) for alias in meta.aliases),
         cast_from=None,
         cast_to=None,
+    )
+    return in_blocks(part, SCALE_DTYPE) if which == "scale" else part
+
+
+def in_blocks(meta: ParameterMetadata, dtype: str) -> ParameterMetadata:
+    """Return a description with one element, of this dtype, for every block of the described tensor."""
+    sizes = meta.partition_sizes
+    if sizes is not None and meta.partition_dim == len(meta.shape) - 1:
+        # sizes that end inside a block of 32 occur only in whole tensors (check_blocks); their blocks need no parts
+        sizes = None if any(size % BLOCK for size in sizes) else [size // BLOCK for size in sizes]
+    return replace(
+        meta,
+        shape=_scale_shape(meta.shape),
+        dtype=dtype,
+        element_size=element_size(dtype),
+        partition_sizes=sizes,
+        tiles=None if meta.tiles is None else tuple(_scale_tile(tile) for tile in meta.tiles),
+        global_shape=_scale_shape(meta.global_shape) if meta.global_shape else meta.global_shape,
     )
 
 

@@ -1,4 +1,4 @@
-"""A worker's conversions on a GPU: convert received tensors in a staging arena on the GPU to MXFP8."""
+"""A worker's conversions to MXFP8 on a GPU: of received tensors in a staging arena, and of copied blocks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from refitd.addressing.copies import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, check_piece
+from refitd.addressing.copies import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, CopyList, check_piece
+from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import MappedDeviceArena
-from refitd.copy_services import PreparedJob, RunResult
+from refitd.copy_services import DigestMismatch, PreparedJob, RunResult
+from refitd.copy_services.pieces import Piece, box_of
 from refitd.copy_services.waits import on_streams
 from refitd.errors import TransportError
+from refitd.mxfp8.blocks import Converter
 from refitd.mxfp8.buffers import CheckedBuffer, check_device, quantize
 from refitd.mxfp8.format import BLOCK, ROUNDINGS, Scratch, swizzled_bytes
 
 _DEFAULT_S = 600.0
+_STEP_BYTES = 1 << 20  # of each step of a copy; a multiple of every block
 
 
 class DeviceConversionJob(PreparedJob):
@@ -42,6 +46,48 @@ class DeviceConversionJob(PreparedJob):
                 done += nbytes
                 on_progress(done)
         return RunResult(len(self._pieces), done, time.perf_counter() - started)
+
+
+class BlockCopyJob(PreparedJob):
+    """Copies of blocks between arenas of which at least one is on a GPU. They are converted in main memory."""
+
+    def __init__(self, copies: CopyList, arenas: Mapping[int, MappedArena | MappedDeviceArena]) -> None:
+        """Build both ends of each copy.
+
+        Raises:
+            TransportError: a copy leaves its arena, or the arena is not mapped or not writable.
+        """
+        used = {number: arenas[number] for number in copies.arenas() if number in arenas}
+        self._gpus = sorted({arena.device for arena in used.values() if isinstance(arena, MappedDeviceArena)})
+        convert = Converter()
+
+        def end(row: int, side: str, cast: int) -> Piece:
+            number = int(getattr(copies, f"{side}_arena")[row])
+            if number not in used or (side == "dst" and not used[number].writable):
+                raise TransportError(f"copy {row}: arena {number} is not mapped here, or for reading only")
+            offset, stride = (getattr(copies, f"{side}_{name}")[row].tolist() for name in ("offset", "stride"))
+            box = offset, copies.size[row].tolist(), stride
+            return box_of(used[number], *box, cast, int(copies.element_size[row]), f"copy {row}", convert)
+
+        self._ends = [(end(row, "src", int(copies.cast[row])), end(row, "dst", 0)) for row in range(len(copies))]
+
+    def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
+        """See PreparedJob.run."""
+        started, done = time.perf_counter(), 0
+        made, found = (torch.empty(_STEP_BYTES, dtype=torch.uint8) for _ in range(2))
+        with on_streams(self._gpus, timeout or _DEFAULT_S, "copies of blocks"):
+            for row, (source, destination) in enumerate(self._ends):
+                for start in range(0, source.nbytes, _STEP_BYTES):
+                    end = min(start + _STEP_BYTES, source.nbytes)
+                    source.pack(start, end, made[: end - start])
+                    destination.unpack(start, end, made[: end - start])
+                    if verify:
+                        destination.pack(start, end, found[: end - start])
+                        if not torch.equal(found[: end - start], made[: end - start]):
+                            raise DigestMismatch(f"copy {row}: its bytes differ after writing", row)
+                    done += end - start
+                    on_progress(done)
+        return RunResult(len(self._ends), done, time.perf_counter() - started)
 
 
 def _piece(

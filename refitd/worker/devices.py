@@ -16,6 +16,7 @@ from refitd.buffers.arena import MappedArena
 from refitd.copy_services import MappedCopyService, PreparedJob
 from refitd.copy_services.parts import Part, PartsJob
 from refitd.copy_services.registry import Registry
+from refitd.describe.casts import BLOCK_CASTS
 from refitd.errors import ArenaError, ConfigError, RefitdError
 
 if TYPE_CHECKING:
@@ -118,10 +119,16 @@ class Devices:
         for end in (copies.src_arena, copies.dst_arena):
             for number, mapped in mine.items():
                 gpu[end == number] = mapped.device
-        arenas = {**self._host_arenas, **mine}
+        arenas: dict[int, MappedArena | MappedDeviceArena] = {**self._host_arenas, **mine}
         parts = []
-        for index in np.unique(gpu).tolist():
-            rows = np.flatnonzero(gpu == index)
+        is_of_blocks = np.isin(copies.cast, list(BLOCK_CASTS)) & (gpu >= 0)
+        if is_of_blocks.any():
+            from refitd.worker.device_conversions import BlockCopyJob
+
+            rows = np.flatnonzero(is_of_blocks)
+            parts.append(_Part(rows, BlockCopyJob(copies.select(rows), arenas)))
+        for index in np.unique(gpu[~is_of_blocks]).tolist():
+            rows = np.flatnonzero((gpu == index) & ~is_of_blocks)
             service = in_main_memory if index < 0 else self._services[index]
             parts.append(Part(rows, service.prepare(copies.select(rows), arenas)))  # type: ignore[arg-type]
         return PartsJob(parts)

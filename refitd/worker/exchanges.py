@@ -99,6 +99,7 @@ class Exchanges:
             ArenaError: an arena on a GPU could not be mapped.
         """
         from refitd.copy_services.pieces import piece_of
+        from refitd.mxfp8.blocks import Converter
 
         service = self._services.get(epoch)
         if service is None:
@@ -107,10 +108,11 @@ class Exchanges:
         on_gpus = self._devices.mapped(rows.arenas()) if self._devices is not None else {}
         arenas: dict[int, MappedArena | MappedDeviceArena] = {**self._arenas, **on_gpus}
         pieces: list[Piece] = []
+        convert = Converter()
         try:
             for row in range(len(rows)):
                 note = service.send if rows.is_send[row] else service.receive
-                pieces.append(piece := piece_of(rows, row, arenas))
+                pieces.append(piece := piece_of(rows, row, arenas, convert))
                 peer, route = service.ranks[int(rows.peer[row])], Route(int(rows.path[row]), int(rows.hop[row]))
                 note(int(rows.task_id[row]), piece, peer, part=int(rows.part[row]), route=route)
         except BaseException:
@@ -176,14 +178,17 @@ class ExchangeJob(PreparedJob):
 
     def _bases_in(self, held_in: Mapping[int, int]) -> list[Piece | None]:
         from refitd.copy_services.pieces import piece_of
+        from refitd.mxfp8.blocks import Converter
 
+        convert = Converter()
         arenas = self._rows.arena.tolist()
         there = np.array([held_in.get(arena, arena) for arena in arenas], np.int64)
         rows = replace(self._rows, arena=there, is_send=np.ones_like(there))  # bases are only read
         found: list[Piece | None] = [None] * len(rows)
         for row, arena in enumerate(arenas):
             if arena in held_in:
-                found[row] = self._pieces[row] if held_in[arena] == arena else piece_of(rows, row, self._arenas)
+                is_same = held_in[arena] == arena
+                found[row] = self._pieces[row] if is_same else piece_of(rows, row, self._arenas, convert)
         return found
 
     def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import refitd
-from refitd import MXFP8Buffer, MXFP8Offer
+from refitd import MXFP8Buffer
 from refitd.testing import Daemon, Engine, RunningSwap, eventually
 from tests.support import shards
 from tests.support.fleet import CutSource, go_live
@@ -210,7 +210,7 @@ def test_mxfp8_engines_of_a_rounding_source_hold_what_bfloat16_gives_beside_floa
     sent, made_here = MXFP8Buffer.empty((64, 64)), MXFP8Buffer.empty((64, 64))
     exact = {name: torch.zeros_like(t) for name, t in held.items()}
     with daemon.connect() as trainer, daemon.connect() as engine:
-        source = trainer.register_source("policy", held, cast="bfloat16", mxfp8=MXFP8Offer(("w",)))
+        source = trainer.register_source("policy", held, cast="bfloat16")
         gates = [torch.zeros(8, 64, dtype=ROUNDED) for _ in range(2)]
         targets = [
             engine.register_target("policy", {"w": sent, "gate": gates[0]}, replica="sent", convert_on_send=True),

@@ -87,6 +87,10 @@ def test_sources_cut_inside_a_block_are_put_together_by_receivers(daemon: Daemon
                 with pytest.raises(refitd.RefusedError, match=r"w: its shape is \[192, 10\].*at the receivers"):
                     trainer.register_source("n", mine, metadata=[meta], mxfp8=MXFP8Offer(("w",)))
         held = MXFP8Buffer.empty((192, 320))
+        sent = engine.register_target("m", {"w": held}, replica="r", convert_on_send=True)
+        with pytest.raises(refitd.RefitFailed, match=r"w: its shape is \[192, 40\].*convert_on_send=False"):
+            trainer.swap("m", 1, timeout=60)
+        sent.close()
         with Engine(engine.register_target("m", {"w": held}, replica="r")):
             trainer.swap("m", 1, timeout=60)
         data, scale = oracle(full["w"])
@@ -111,16 +115,21 @@ def test_float32_sources_are_rounded_to_bfloat16_first(daemon: Daemon, convert_o
             assert torch.equal(held[name].data, data) and torch.equal(held[name].scale, scale)
 
 
-@pytest.mark.parametrize(
-    "convert_on_send", [pytest.param(False, marks=pytest.mark.slow), True], ids=["receiver", "sender"]
-)
-def test_two_nodes(start_daemon: Callable[..., Daemon], convert_on_send: bool) -> None:
-    """Ranks of sources and targets on both nodes: bytes cross, and the receiver converts them."""
+BETWEEN_NODES = {
+    "receiver": pytest.param(False, None, marks=pytest.mark.slow),
+    "publisher": pytest.param(True, OFFER, marks=pytest.mark.slow),
+    "sender": pytest.param(True, None),
+}
+
+
+@pytest.mark.parametrize(("convert_on_send", "offer"), BETWEEN_NODES.values(), ids=BETWEEN_NODES)
+def test_two_nodes(start_daemon: Callable[..., Daemon], convert_on_send: bool, offer: MXFP8Offer | None) -> None:
+    """Ranks of sources and targets on both nodes: bytes cross, and either end converts them."""
     n0 = start_daemon("[deadlines]\nplan_s = 30.0\n")
     n1 = start_daemon(name="n1", joins=n0.endpoint)
     with n0.connect() as c0, n1.connect() as c1:
         eventually(lambda: len(c0.status().nodes) == 2, "every node has joined")
-        sources = Trainer((c0, c1), 2, mxfp8=OFFER if convert_on_send else None)
+        sources = Trainer((c0, c1), 2, mxfp8=offer)
         replicas = [
             Replica((c1, c0), name, world, swizzled=swizzled, convert_on_send=convert_on_send)
             for name, world, swizzled in (("a", 2, False), ("b", 1, True))
@@ -133,6 +142,28 @@ def test_two_nodes(start_daemon: Callable[..., Daemon], convert_on_send: bool) -
                     replica.assert_holds(full)
         links = {(link.source, link.target): link.bytes for link in c0.status().links}
         assert set(links) == {("n0", "n1"), ("n1", "n0")} and report.bytes >= sum(links.values())
+
+
+def test_senders_that_convert_halve_what_crosses(start_daemon: Callable[..., Daemon]) -> None:
+    n0 = start_daemon("[deadlines]\nplan_s = 30.0\n")
+    n1 = start_daemon(name="n1", joins=n0.endpoint)
+    with n0.connect() as trainer, n1.connect() as engine:
+        eventually(lambda: len(trainer.status().nodes) == 2, "every node has joined")
+        sources = Trainer((trainer,), 2)
+        crossed = []
+        for version, (on_send, swizzled) in enumerate(((False, False), (True, False), (True, True)), 1):
+            replica = Replica((engine,), str(version), 2, swizzled=swizzled, convert_on_send=on_send)
+            with Engine(*replica.targets):
+                full = sources.publish(version)
+                report = trainer.swap("m", version, timeout=60)
+            replica.assert_holds(full)
+            crossed.append(report.crossing.crossed_bytes)
+            assert trainer.verify("m", timeout=60).outcome == "proven"
+            for target in replica.targets:
+                target.close()
+        elements = sum(full[name].numel() for name in CONVERTED)
+        rest = crossed[0] - 2 * elements  # not converted
+        assert 0 < rest < 1000 and crossed[1:] == 2 * [elements + elements // 32 + rest]
 
 
 @pytest.mark.slow
@@ -327,18 +358,18 @@ def test_a_source_that_cannot_offer_is_refused_by_name(daemon: Daemon) -> None:
 
 def test_who_wants_what_nobody_offers_is_refused_before_anything_moves(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
-        Trainer((trainer,), 1).publish(1)
-        received = Replica((engine,), "r", 1, convert_on_send=True)
-        with pytest.raises(refitd.RefusedError, match=r"r rank 0 .*v: it is wanted in MXFP8 and no source offers it"):
+        trainer.register_source("m", {"w": torch.zeros(320, 128, dtype=torch.float16)}).publish(1)
+        held = {"w": MXFP8Buffer.empty((320, 128))}
+        engine.register_target("m", held, replica="r", convert_on_send=True)
+        with pytest.raises(refitd.RefusedError, match=r"r rank 0 .*w: it is wanted in MXFP8, and no source offers it"):
             trainer.swap("m", 1, timeout=60)
-        with pytest.raises(refitd.PlanError, match="w: it is wanted in MXFP8 and no source offers it"):
+        with pytest.raises(refitd.PlanError, match="w: it is wanted in MXFP8, and no source offers it"):
             trainer.plan("m")
-        received.targets[0].close()
 
 
 def test_roundings_that_differ_are_refused_before_anything_moves(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
-        Trainer((trainer,), 1, mxfp8=MXFP8Offer(CONVERTED, Rounding.FLOOR)).publish(1)
+        Trainer((trainer,), 1, mxfp8=MXFP8Offer(CONVERTED, Rounding.FLOOR, instead=True)).publish(1)
         Replica((engine,), "r", 1, convert_on_send=True)
         with pytest.raises(refitd.RefusedError, match=r"v: sources round its scales floor, wanted is rceil"):
             trainer.swap("m", 1, timeout=60)

@@ -15,7 +15,7 @@ from refitd.copy_services import Backend
 from refitd.describe.casts import cast_number
 from refitd.errors import TransportError
 from tests.conformance.orders import Answer, Orders
-from tests.conformance.transfers import SIZES, Place, Plan, Transfer
+from tests.conformance.transfers import Place, Plan, Transfer, size_of
 from tests.support.meddling import Between
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class _Uploaded:
         """Return a box as a tensor."""
         import torch
 
-        element = SIZES[dtype]
+        element = size_of(dtype)
         memory_there = self._tensors[2 * place.process + (not is_source)]
         assert place.offset % element == 0 and not any(stride % element for stride in place.strides)
         elements = memory_there[: self._room // element * element].view(getattr(torch, dtype))
@@ -269,7 +269,7 @@ def copy_list(plan: Plan) -> CopyList:
 
     return CopyList(
         size=table([box(t.shape, 1) for t in transfers]),
-        element_size=_column(SIZES[t.dtype] for t in transfers),
+        element_size=_column(size_of(t.dtype) for t in transfers),
         cast=_column(_cast(t) for t in transfers),
         src_arena=_column(2 * t.source.process for t in transfers),
         src_offset=_column(t.source.offset for t in transfers),
@@ -290,7 +290,7 @@ def transfer_list(transfer: Transfer, is_send: bool) -> TransferList:
         task_id=_column([transfer.task]),
         part=_column([transfer.part]),
         size=np.array([transfer.shape or (1,)], dtype=np.int64),
-        element_size=_column([SIZES[transfer.dtype]]),
+        element_size=_column([size_of(transfer.dtype)]),
         cast=_column([_cast(transfer) if is_send else 0]),
         path=_column([0]),
         hop=_column([0]),

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.conformance.contestants import Contestant
 from tests.conformance.orders import Orders
-from tests.conformance.transfers import CASTS, SIZES, Layout, Maker, Plan
+from tests.conformance.transfers import BLOCK_CASTS, CASTS, SIZES, Layout, Maker, Plan
 from tests.conformance.world import ROOM, World
 
 PROCESSES = st.integers(0, 2)
@@ -25,13 +25,15 @@ def layouts(draw: Any, dims: int, skews: st.SearchStrategy[int]) -> Layout:
 
 
 @st.composite
-def plans(draw: Any, any_address: bool, converts: bool) -> Plan:
+def plans(draw: Any, contestant: Contestant) -> Plan:
     maker = Maker()
+    any_address, converts = contestant.takes_any_address, contestant.converts
+    on_cpus = BLOCK_CASTS if contestant.device == "cpu" else ()
     tasks = draw(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 5)), max_size=12, unique=True))
     for task, part in tasks:
         shape = draw(st.lists(LENGTHS, max_size=3).map(tuple))
-        pair = draw(st.one_of(st.sampled_from(sorted(SIZES)).map(lambda dtype: ("", dtype)), st.sampled_from(CASTS)))
-        cast_from, dtype = pair if converts else ("", pair[1])
+        plain = st.sampled_from(sorted(SIZES)).map(lambda dtype: ("", dtype))
+        cast_from, dtype = draw(st.one_of(plain, st.sampled_from(CASTS + on_cpus)) if converts else plain)
         skews = st.integers(0, 15) if any_address else st.just(0)
         before = maker.plan()
         maker.add(
@@ -52,7 +54,7 @@ def plans(draw: Any, any_address: bool, converts: bool) -> Plan:
 
 def test_any_plan_does_what_the_oracle_says(contestant: Contestant, joined: Callable[[Contestant], World]) -> None:
     @given(
-        plans(contestant.takes_any_address, contestant.converts),
+        plans(contestant),
         st.sampled_from((True, True, False)),
     )
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.conformance.orders import Orders
-from tests.conformance.transfers import CASTS, SIZES, Layout, Maker, Place, Plan
+from tests.conformance.transfers import BLOCK_CASTS, CASTS, SIZES, Layout, Maker, Place, Plan
 from tests.conformance.world import ROOM, STAGING_BYTES, World
 
 NOTHING = Plan((), 4096)
@@ -94,6 +94,18 @@ def test_numbers_are_converted_to_the_nearest(world: World, pair: tuple[str, str
         maker.add(source, target, (53, 7), pair[1], cast_from=pair[0])
         maker.add(source, target, (7, 53), pair[1], cast_from=pair[0], read=Layout((1, 0)))
         maker.add(source, target, (40_001,), pair[1], cast_from=pair[0], write=Layout(spread=2))
+
+    assert succeeded(world, maker.plan())
+
+
+@pytest.mark.parametrize("pair", BLOCK_CASTS, ids="-to-".join)
+def test_blocks_are_converted_as_receivers_convert_them(world: World, pair: tuple[str, str]) -> None:
+    if world.contestant.device != "cpu":
+        pytest.skip("this suite has no blocks on a device")
+    maker = Maker()
+    for source, target in ((0, 1), (1, 1), (1, 2)):
+        maker.add(source, target, (53, 7), pair[1], cast_from=pair[0], read=Layout((1, 0), gap=1, skew=3))
+        maker.add(source, target, (5_003,), pair[1], cast_from=pair[0], write=Layout(spread=2))
 
     assert succeeded(world, maker.plan())
 

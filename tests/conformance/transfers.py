@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from refitd.mxfp8.format import Rounding, quantize
+
 Bytes = np.ndarray  # uint8, one dimension
 
 SIZES = {
@@ -22,6 +24,15 @@ SIZES = {
 }
 # (held, wanted), as refitd.describe.casts has them
 CASTS = (("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16"), ("float16", "float32"))
+# 32 elements as one, which a sender converts to MXFP8: the size of a source's block; (held, wanted), and wanted sizes
+BLOCKS = {"bfloat16[32]": 64, "float32[32]": 128}
+WANTED = {f"mxfp8.{r}.{part}": size for r in ("rceil", "floor") for part, size in (("data", 32), ("scale", 1))}
+BLOCK_CASTS = tuple((held, wanted) for held in BLOCKS for wanted in WANTED)
+
+
+def size_of(dtype: str) -> int:
+    """Return the bytes of an element or a block."""
+    return {**SIZES, **BLOCKS, **WANTED}[dtype]
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,7 @@ class Transfer:
     @property
     def nbytes(self) -> int:
         """Bytes that are written."""
-        return int(np.prod(self.shape, dtype=np.int64)) * SIZES[self.dtype]
+        return int(np.prod(self.shape, dtype=np.int64)) * size_of(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -120,8 +131,8 @@ class Maker:
         """Add one more transfer after the others; `task` is by default a new number."""
         shape = tuple(shape)
         made = Transfer(
-            self._place("source", source, shape, SIZES[cast_from or dtype], read),
-            self._place("target", target, shape, SIZES[dtype], write),
+            self._place("source", source, shape, size_of(cast_from or dtype), read),
+            self._place("target", target, shape, size_of(dtype), write),
             shape,
             dtype,
             cast_from,
@@ -158,13 +169,27 @@ def performed(plan: Plan, sources: Sequence[Bytes], targets: Sequence[Bytes]) ->
     """Return the expected bytes of all targets."""
     after = [target.copy() for target in targets]
     for t in plan.transfers:
-        wanted = view(after[t.target.process], t.target, t.shape, f"V{SIZES[t.dtype]}")
+        wanted = view(after[t.target.process], t.target, t.shape, f"V{size_of(t.dtype)}")
         if not t.cast_from:
-            wanted[...] = view(sources[t.source.process], t.source, t.shape, f"V{SIZES[t.dtype]}")
+            wanted[...] = view(sources[t.source.process], t.source, t.shape, f"V{size_of(t.dtype)}")
             continue
-        numbers = as_float64(view(sources[t.source.process], t.source, t.shape, f"u{SIZES[t.held]}").copy(), t.held)
-        wanted[...] = from_float64(numbers, t.dtype).view(f"V{SIZES[t.dtype]}").reshape(t.shape)
+        if t.held in BLOCKS:
+            blocks = view(sources[t.source.process], t.source, t.shape, f"V{size_of(t.held)}")
+            wanted[...] = converted_blocks(blocks.copy(), t.held, t.dtype).reshape(t.shape)
+            continue
+        numbers = as_float64(view(sources[t.source.process], t.source, t.shape, f"u{size_of(t.held)}").copy(), t.held)
+        wanted[...] = from_float64(numbers, t.dtype).view(f"V{size_of(t.dtype)}").reshape(t.shape)
     return after
+
+
+def converted_blocks(blocks: np.ndarray, held: str, wanted: str) -> np.ndarray:
+    """Return the blocks as a receiver converts them, once the elements are bfloat16."""
+    name, (_, rounding, part) = held.partition("[")[0], wanted.split(".")
+    words = blocks.reshape(-1, 1).view(np.uint16 if name == "bfloat16" else np.uint32)
+    words = words if name == "bfloat16" else from_float64(as_float64(words.view(np.float32), name), "bfloat16")
+    data, scale = np.empty(words.shape, np.uint8), np.empty((len(words), 1), np.uint8)
+    quantize(words, data, scale, Rounding(rounding))
+    return data.view("V32") if part == "data" else scale.view("V1")
 
 
 def as_float64(words: np.ndarray, dtype: str) -> np.ndarray:
@@ -179,7 +204,7 @@ def from_float64(numbers: np.ndarray, dtype: str) -> np.ndarray:
     numbers = np.atleast_1d(numbers)
     if dtype != "bfloat16":
         with np.errstate(over="ignore"):
-            return numbers.astype(dtype).view(f"u{SIZES[dtype]}")
+            return numbers.astype(dtype).view(f"u{size_of(dtype)}")
     # between the two bfloat16 that are next to a number, both written as float32
     exact = numbers.astype(np.float32).view(np.uint32)
     below = exact & np.uint32(0xFFFF0000)
@@ -198,7 +223,8 @@ def put_numbers(plan: Plan, sources: Sequence[Bytes], random: np.random.Generato
         if not t.cast_from:
             continue
         count = int(np.prod(t.shape, dtype=np.int64))
+        count *= 32 if t.held in BLOCKS else 1
         numbers = random.standard_normal(count) * 2.0 ** random.integers(-12, 12, count)
-        numbers[::7] = np.inf
-        words = from_float64(numbers, t.held).reshape(t.shape)
-        view(sources[t.source.process], t.source, t.shape, f"u{SIZES[t.held]}")[...] = words
+        numbers[:: 7 if t.held not in BLOCKS else 97] = np.inf
+        words = from_float64(numbers, t.held.partition("[")[0]).view(f"V{size_of(t.held)}").reshape(t.shape)
+        view(sources[t.source.process], t.source, t.shape, f"V{size_of(t.held)}")[...] = words

@@ -71,21 +71,23 @@ def test_declared_casts_are_made_at_a_gpu(daemon: Daemon, given_on: str, live_on
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("live_on", "is_swizzled", "on_send"),
+    ("live_on", "is_swizzled", "made_by"),
     [
-        *(("private", False, False), ("private", True, True), ("arena", True, False), ("arena", True, True)),
-        *(("flip", False, False), ("flip", True, True)),
+        *(("private", False, "receiver"), ("private", True, "publisher"), ("private", True, "sender")),
+        *(("arena", True, "receiver"), ("arena", True, "publisher"), ("arena", False, "sender")),
+        *(("flip", False, "receiver"), ("flip", True, "publisher"), ("flip", True, "sender")),
     ],
 )
 def test_mxfp8_is_made_where_the_tensors_are(
-    daemon: Daemon, gpus: fake_cuda.FakeGpus, live_on: str, is_swizzled: bool, on_send: bool
+    daemon: Daemon, gpus: fake_cuda.FakeGpus, live_on: str, is_swizzled: bool, made_by: str
 ) -> None:
+    on_send, offers = made_by != "receiver", made_by == "publisher"
     shape = (192, 320)
     full = {"w": torch.randn(shape).bfloat16(), "norm": torch.randn(7).bfloat16()}
     if on_send:  # its slots then exist too, with data and scales
         full = {name: put_on_gpu(tensor, 0) for name, tensor in full.items()}
     with daemon.connect() as client:
-        source = client.register_source("policy", full, mxfp8=refitd.MXFP8Offer(("w",)) if on_send else None)
+        source = client.register_source("policy", full, mxfp8=refitd.MXFP8Offer(("w",)) if offers else None)
         targets, held = [], []
         for device in (None, "cpu"):
             made = refitd.MXFP8Buffer.empty(shape, is_swizzled=is_swizzled)
@@ -106,7 +108,7 @@ def test_mxfp8_is_made_where_the_tensors_are(
         for version in (1, 2):
             full["w"].mul_(3)
             report = go_live(client, source, version, *targets)
-            assert report.converted_bytes == 2 * 192 * (10 if on_send else 2 * 320)
+            assert report.converted_bytes == 2 * 192 * (10 * is_swizzled if on_send else 2 * 320)
             once = refitd.MXFP8Buffer.empty(shape, is_swizzled=is_swizzled)
             once.quantize(full["w"])
             for data, scale, norm in held:
