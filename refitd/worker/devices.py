@@ -126,7 +126,7 @@ class Devices:
             from refitd.worker.device_conversions import BlockCopyJob
 
             rows = np.flatnonzero(is_of_blocks)
-            parts.append(_Part(rows, BlockCopyJob(copies.select(rows), arenas)))
+            parts.append(Part(rows, BlockCopyJob(copies.select(rows), arenas)))
         for index in np.unique(gpu[~is_of_blocks]).tolist():
             rows = np.flatnonzero((gpu == index) & ~is_of_blocks)
             service = in_main_memory if index < 0 else self._services[index]
