@@ -9,12 +9,20 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from refitd.metrics.http import Page
-from refitd.protocol.reports import HistoryEntry, ModelStatus, NodeStatus, StatusReport, SwapReport, TargetStatus
+from refitd.protocol.reports import (
+    HistoryEntry,
+    LostNode,
+    ModelStatus,
+    NodeStatus,
+    StatusReport,
+    SwapReport,
+    TargetStatus,
+)
 from refitd.states import ServingState
 from refitd_cli import html
 from refitd_cli.opened import PLAN, RUNNING, TRACE, Opened
 from refitd_cli.output import counted, duration, size, version, versions
-from refitd_cli.view import drained_lines, problem_lines
+from refitd_cli.view import drained_lines, lost_lines, node_state, problem_lines
 
 # Limit on the rows of one table; further rows are counted.
 MAX_ROWS = 200
@@ -184,8 +192,10 @@ def fragment(shown: Shown) -> str:
             "dim",
         )
     )
+    parts += [html.line(line, "bad") for line in (*lost_lines(status), *problem_lines(status))]
     parts += [html.line(line, "warn") for line in drained_lines(status)]
-    parts += [html.line(line, "bad") for line in problem_lines(status)]
+    nodes = [*map(_lost, status.lost), *map(_node, status.nodes)]
+    parts += ["<h2>Nodes</h2>", _table(_NODE_COLUMNS, nodes, "none")]
     for model in status.models:
         parts += _model(model)
     if not status.models:
@@ -193,7 +203,6 @@ def fragment(shown: Shown) -> str:
     parts += ["<h2>Last swaps</h2>", _table(_SWAP_COLUMNS, map(_swap, shown.swaps), "none")]
     traced = [one for one in shown.swaps if one.report is not None][:TRACES]
     parts += [html.closed(_title(one), html.path(TRACE, one.model, one.swap), f"{TRACE} {one.swap}") for one in traced]
-    parts += ["<h2>Nodes</h2>", _table(_NODE_COLUMNS, map(_node, status.nodes), "none")]
     return "\n".join(parts)
 
 
@@ -319,7 +328,7 @@ def _replica(one: _ReplicaRow, pauses: dict[str, float]) -> Sequence[Cell]:
 # --- swaps and nodes ----------------------------------------------------------------------------------------
 
 _SWAP_COLUMNS = ("when (UTC)", "swap", "model", ">version", "kind", "ended", ">bytes", ">took", ">paused", "reason")
-_NODE_COLUMNS = ("node", "host", ">pid", ">workers", ">clients", ">arenas", ">arena bytes")
+_NODE_COLUMNS = ("node", "state", "host", ">pid", ">workers", ">clients", ">arenas", ">arena bytes")
 _TONES = {"committed": "good", "aborted": "warn", "decided": "warn", "incomplete": "bad"}
 
 
@@ -340,10 +349,21 @@ def _swap(entry: HistoryEntry) -> Sequence[Cell]:
     )
 
 
+def _lost(node: LostNode) -> Sequence[Cell]:
+    return (
+        Cell(node.node),
+        Cell(f"lost {duration(node.silent_s)} ago", "bad"),
+        Cell(node.host),
+        Cell(str(node.pid)),
+        *(Cell("-") for _ in _NODE_COLUMNS[4:]),
+    )
+
+
 def _node(node: NodeStatus) -> Sequence[Cell]:
     running = sum(map(bool, node.workers))
     return (
         Cell(node.node),
+        Cell(*node_state(node)),
         Cell(node.host),
         Cell(str(node.pid)),
         Cell(f"{running}/{len(node.workers)}", "" if running == len(node.workers) else "bad"),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 LEAST_WIDTH = 30  # cells; the minimum for COLUMNS
-PIPED_WIDTH = 100_000  # a table in a file or a pipe is as wide as its text
+PIPED_WIDTH, MOST_WIDTH = 120, 100_000  # of a table in a file or a pipe, and the maximum for COLUMNS
 
 
 def to_json(value: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def console() -> Console:
 
     width: int | None = None if sys.stdout.isatty() else PIPED_WIDTH  # None: as the terminal, which may change
     if (wanted := os.environ.get("COLUMNS", "")).isdecimal() and int(wanted):
-        width = max(LEAST_WIDTH, min(int(wanted), PIPED_WIDTH))
+        width = max(LEAST_WIDTH, min(int(wanted), MOST_WIDTH))
     return Console(width=width, markup=False, emoji=False, highlight=False)
 
 

@@ -108,6 +108,10 @@ class ControlClient(Protocol):
         """Free what dead processes left of `model`."""
         ...
 
+    def forget_node(self, node: str) -> ForgetReport:
+        """Remove a lost node from the status."""
+        ...
+
     def reload(self) -> ReloadReport:
         """Have the coordinator read its list of admitted keys again."""
         ...

@@ -85,6 +85,13 @@ def replicas_of(model: ModelStatus) -> list[Replica]:
     return sorted((Replica(name, tuple(ranks)) for name, ranks in found.items()), key=lambda replica: replica.urgency)
 
 
+def lost_replicas(model: ModelStatus, report: StatusReport) -> list[str]:
+    """Return the replicas of a model that had ranks on lost nodes."""
+    there = {target.replica for target in model.targets}
+    found = dict.fromkeys(one.replica for lost in report.lost for one in lost.replicas if one.model == model.model)
+    return [f"{name}, in part" if name in there else name for name in found]
+
+
 def live_text(model: ModelStatus) -> str:
     """Return which version was decided last, and on how many ranks it is live; "" before the first decision."""
     if model.live is None:
@@ -105,7 +112,7 @@ def live_text(model: ModelStatus) -> str:
 
 def screen_parts(report: StatusReport, nothing: str, lines: int) -> Iterator[str | Grid]:
     """Yield lines and tables of at most `lines` lines, if every model can have a few."""
-    shown = [*_troubles(report)]
+    shown = [*lost_lines(report), *_troubles(report)]
     yield _nodes(report)
     yield from shown
     if not report.models:
@@ -121,7 +128,7 @@ def screen_parts(report: StatusReport, nothing: str, lines: int) -> Iterator[str
         replicas, share = found[model.model], shares[model.model]
         some = replicas if len(replicas) <= share else replicas[: share - 1]
         yield f"model {model.model}"
-        yield _model(model)
+        yield _model(model, report)
         if replicas:
             columns = ("replica", ">ranks", ">serves", "state", "node")
             yield grid("", columns, (replica.row() for replica in some), is_cut=True)
@@ -158,13 +165,15 @@ def _troubles(report: StatusReport) -> Iterator[str]:
         yield f"links down: {named}{f' and {len(down) - 3} more' if len(down) > 3 else ''}"
 
 
-def _model(model: ModelStatus) -> str:
+def _model(model: ModelStatus, report: StatusReport) -> str:
     gone = sum(not source.attached for source in model.sources)
     parts = [
         live_text(model) or "nothing decided yet",
         f"sources: {len(model.sources)}/{model.source_world_size}{f', {gone} gone' if gone else ''}",
         f"complete: {versions(model.complete_versions)}",
     ]
+    if lost := lost_replicas(model, report):
+        parts.insert(1, f"lost with their nodes: {', '.join(lost)}")
     if model.queued:
         parts.insert(1, f"{model.queued} swaps queued")
     return f"  {'; '.join(parts)}"
@@ -172,7 +181,8 @@ def _model(model: ModelStatus) -> str:
 
 NO_MODELS = "no models: no trainer and no engine has registered yet"
 
-NODE_COLUMNS = ("node", "host", "address", ">pid", ">workers", ">clients", ">arenas", ">arena bytes", "services")
+NODE_COLUMNS = ("node", "state", "host", "address", ">pid", "refitd", ">up", ">workers", ">clients", ">arenas")
+NODE_COLUMNS += (">arena bytes", "services")
 GPU_COLUMNS = ("node", ">worker", "GPU", ">arenas", ">arena bytes", "NUMA node", "network card", "reaches")
 PATH_COLUMNS = ("from", "to", "path", ">rows", ">bytes", ">share", "why")
 LINK_COLUMNS = ("model", "link", "service", ">lanes", ">bytes per swap", "state", ">last swap")
@@ -182,7 +192,9 @@ TARGET_COLUMNS = ("replica", ">rank", "node/host", ">pid", ">tensors", ">bytes",
 
 def status_parts(report: StatusReport, nothing: str = NO_MODELS, *, with_events: bool = False) -> Iterator[str | Grid]:
     """Yield a status report's lines and tables, top to bottom; `nothing` is the line without models."""
-    yield f"coordinator: pid {report.coordinator_pid}, up {duration(report.uptime_s)}"
+    where = f" on {report.host}" if report.host else ""
+    yield f"coordinator: pid {report.coordinator_pid}{where}, up {duration(report.uptime_s)}"
+    yield from lost_lines(report)
     yield grid("nodes", NODE_COLUMNS, map(_node, report.nodes))
     if rows := [row for node in report.nodes for row in _gpus(node)]:
         yield grid("GPUs", GPU_COLUMNS, rows)
@@ -195,6 +207,8 @@ def status_parts(report: StatusReport, nothing: str = NO_MODELS, *, with_events:
         yield nothing
     for model in report.models:
         yield f"model {model.model}: complete versions {versions(model.complete_versions)}{_activity(model)}"
+        if lost := lost_replicas(model, report):
+            yield f"replicas lost with their nodes: {', '.join(lost)}"
         yield grid("sources", SOURCE_COLUMNS, map(_source, model.sources))
         yield grid("targets", TARGET_COLUMNS, map(_target, model.targets))
         if model.last_swap is not None and model.last_swap.paths:
@@ -208,6 +222,19 @@ def versions_lines(report: StatusReport) -> Iterator[str]:
     if {report.protocol} | {*report.protocols.values()} != {report.protocol}:
         there = ", ".join(f"{node} {shown(found)}" for node, found in report.protocols.items())
         yield f"protocol versions differ: coordinator {shown(report.protocol)}, {there}"
+
+
+def lost_lines(report: StatusReport) -> Iterator[str]:
+    """Yield a line for each lost node, with what it took along and the next step."""
+    for lost in report.lost:
+        took = [f"replica {one.replica} of {one.model}" for one in lost.replicas]
+        took += [f"source ranks of {model}" for model in lost.sources]
+        more = f" and {len(took) - 4} more" if len(took) > 4 else ""
+        what = f", with {', '.join(took[:4])}{more}" if took else ""
+        yield (
+            f"node {lost.node}: lost {duration(lost.silent_s)} ago ({lost.reason}){what}; check host {lost.host} and "
+            f"its daemon (pid {lost.pid}); if it will not return: `refitctl forget --node {lost.node}`"
+        )
 
 
 def drained_lines(report: StatusReport) -> Iterator[str]:
@@ -239,12 +266,20 @@ def print_parts(parts: Iterable[str | Grid]) -> None:
             console().print(part)
 
 
+def node_state(node: NodeStatus) -> tuple[str, str]:
+    """Return a connected node's state in words, and its tone for the dashboard."""
+    return (f"late: silent for {duration(node.silent_s)}", "warn") if node.is_late else ("connected", "good")
+
+
 def _node(node: NodeStatus) -> Sequence[str]:
     return (
         node.node,
+        node_state(node)[0],
         node.host,
         node.address or "-",
         str(node.pid),
+        node.refitd or "-",
+        duration(node.uptime_s),
         str(len(node.workers)),
         str(node.clients),
         str(node.arenas),

@@ -44,20 +44,26 @@ def evict(
 
 
 @click.command()
-@click.argument("model", shell_complete=model_names)
+@click.argument("model", required=False, shell_complete=model_names)
+@click.option("--node", metavar="NAME", help="Instead of MODEL: remove this lost node from the status.")
 @address_option
 @json_option
 @click.pass_obj
-def forget(session: Session, model: str, address: str | None, as_json: bool) -> None:
+def forget(session: Session, model: str | None, node: str | None, address: str | None, as_json: bool) -> None:
     """Free what dead processes left of MODEL: versions of ended trainers, memory kept for engines that died.
 
     Running trainers and engines keep what they have. Without a source, replicas that join get their weights with the
     next published version only. The history stays. A running swap refuses this.
     """
+    if (model is None) == (node is None):
+        raise click.UsageError("give a MODEL, or --node NAME")
     with session.client(address) as client:
-        report = client.forget(model)
+        report = client.forget(model) if model is not None else client.forget_node(node or "")
     if as_json:
         print_json(to_json(report))
+        return
+    if model is None:
+        say(f"node {node}: removed from the status; it is shown again when it returns")
         return
     for source in report.sources:
         say(f"{model}: forgot {source}")

@@ -232,12 +232,12 @@ def _text(text: str, style: str = "") -> RenderableType:
 
 
 def _on(report: StatusReport, node: str | None) -> StatusReport:
-    """Return the status of one node: its line, its links, and the models with ranks on it."""
+    """Return the status of one node, connected or lost: its line, its links, and the models with ranks on it."""
     if node is None:
         return report
-    known = [each.node for each in report.nodes]
+    known = [each.node for each in (*report.nodes, *report.lost)]
     if node not in known:
-        raise RefusedError(f"no node {node!r} is connected; connected nodes: {', '.join(known) or 'none'}")
+        raise RefusedError(f"no node {node!r} is connected or lost; known nodes: {', '.join(known) or 'none'}")
     models = (
         structs.replace(
             model,
@@ -249,6 +249,7 @@ def _on(report: StatusReport, node: str | None) -> StatusReport:
     return structs.replace(
         report,
         nodes=tuple(each for each in report.nodes if each.node == node),
+        lost=tuple(each for each in report.lost if each.node == node),
         models=tuple(model for model in models if model.sources or model.targets),
         links=tuple(link for link in report.links if node in (link.source, link.target)),
     )

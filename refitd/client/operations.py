@@ -292,6 +292,10 @@ class Operations:
         """
         return self._connection.request(local.Forget(model=text("model", model)), ForgetReport, REQUEST_S)
 
+    def forget_node(self, node: str) -> ForgetReport:
+        """Remove a lost node from reports, if it will not return; raises RefusedError if it is not lost."""
+        return self._connection.request(local.Forget(node=text("node", node)), ForgetReport, REQUEST_S)
+
     def reload(self) -> ReloadReport:
         """Make the coordinator read its list of admitted keys (security.allowed) again.
 

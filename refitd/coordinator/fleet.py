@@ -26,7 +26,7 @@ from refitd.coordinator.descriptions import Descriptions
 from refitd.coordinator.inquiries import Checks, Traces
 from refitd.coordinator.journals.base import Drained, Journal, LiveVersion, SwapRecord
 from refitd.coordinator.live_versions import AbsentRanks, LiveVersions, Recovery
-from refitd.coordinator.members import Controller, Member, Membership, Node, by_node
+from refitd.coordinator.members import Controller, Lost, Member, Membership, Node, by_node
 from refitd.coordinator.plans import LoadedPlan, PlanCache
 from refitd.errors import ProtocolError, RefusedError
 from refitd.plan.shared import Regions, differences
@@ -277,6 +277,7 @@ class Fleet:
     speeds: ClusterSpeeds | None = None
     nodes: dict[str, Node] = field(default_factory=dict)
     node_at: dict[bytes, Node] = field(default_factory=dict)
+    lost: dict[str, Lost] = field(default_factory=dict)
     members: dict[str, Member] = field(default_factory=dict)
     controllers: dict[str, Controller] = field(default_factory=dict)
     descriptions: Descriptions = field(default_factory=Descriptions)

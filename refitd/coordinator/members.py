@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -17,9 +18,10 @@ from refitd.coordinator.plans import HeldParts
 from refitd.protocol import local
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.cluster import AddShard
-from refitd.protocol.reports import NodeStatus
+from refitd.protocol.reports import LostNode, NodeStatus, ReplicaName
 from refitd.protocol.roles import ANYONE, Allowed
 from refitd.states import CommitMode, ServingState, TransferMode
+from refitd.text import brief
 
 # Retries of a failed commit hook while ranks still have the version pending, and the pause that each adds.
 COMMIT_AGAIN = 3
@@ -147,6 +149,28 @@ def commit_mode(added: AddShard) -> CommitMode:
     if added.in_place:
         return CommitMode.IN_PLACE
     return CommitMode.FLIP if added.flips else CommitMode.COPY
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A node that was removed, and when it was last heard."""
+
+    described: LostNode
+    last_heard: float
+
+    @classmethod
+    def of(cls, node: Node, members: Iterable[Member], reason: str) -> Lost:
+        """Describe a node and the ranks that were on it."""
+        there = [member.added for member in members]
+        replicas = dict.fromkeys(ReplicaName(one.model, one.replica) for one in there if one.role == "target")
+        sources = dict.fromkeys(one.model for one in there if one.role == "source")
+        s = node.status
+        described = LostNode(s.node, s.host, s.pid, 0.0, brief(reason), tuple(replicas), tuple(sources))
+        return cls(described, node.last_heard)
+
+    def report(self, now: float) -> LostNode:
+        """Return it as a report."""
+        return msgspec.structs.replace(self.described, silent_s=max(0.0, now - self.last_heard))
 
 
 class ControlStep(enum.Enum):

@@ -56,8 +56,10 @@ def hello(turn: Turn, event: FromNode, message: cluster.NodeHello) -> None:
             forget_node(turn, name, reason, event="node-again" if same else "node-lost")
     node = Node(event.identity, message.status, turn.now, event.key, event.allowed, message.protocol)
     fleet.node_at[event.identity] = fleet.nodes[name] = node
+    fleet.lost.pop(name, None)
     protocol = shown(message.protocol)
-    turn.log("node", node=name, pid=message.status.pid, host=message.status.host, protocol=protocol)
+    if old is None or old.identity != event.identity or old.status.pid != message.status.pid:
+        turn.log("node", node=name, pid=message.status.pid, host=message.status.host, protocol=protocol)
     lives = fleet.lives
     lives.greeted(turn.now)
     changed = lives.said(turn, name, message.live)

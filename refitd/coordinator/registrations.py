@@ -13,7 +13,7 @@ from refitd.coordinator import controllers, preparation, swap_queue, swaps
 from refitd.coordinator.actions import WriteDrain
 from refitd.coordinator.fleet import MAX_HISTORY, ModelState, Turn
 from refitd.coordinator.journals.base import Drain
-from refitd.coordinator.members import Arenas, CatchUp, Member, Membership, Node, Place, Published
+from refitd.coordinator.members import Arenas, CatchUp, Lost, Member, Membership, Node, Place, Published
 from refitd.coordinator.schedule import used_up
 from refitd.errors import RefusedError
 from refitd.protocol import cluster, local
@@ -25,6 +25,7 @@ from refitd.protocol.shards import Shard
 MAX_REPLICAS = 4096
 
 MAX_MEMBERS = 1 << 16
+MAX_LOST = 256  # nodes; the longest lost are dropped first
 MAX_VERSIONS = 1024  # of one source rank
 
 _BEING_DECIDED = (decision.Phase.STAGED, decision.Phase.DECIDING)
@@ -278,7 +279,13 @@ def forget_node(turn: Turn, name: str, reason: str, *, event: str = "node-lost")
     turn.answer_checks(fleet.checks.lost(name, reason, turn.now))
     turn.answer_traces(fleet.traces.lost(name))
     turn.log(event, node=name, pid=node.status.pid, reason=reason)
-    for member in [m for m in fleet.members.values() if m.node == name]:
+    members = [m for m in fleet.members.values() if m.node == name]
+    if event == "node-lost":
+        fleet.lost.pop(name, None)
+        fleet.lost[name] = Lost.of(node, members, reason)
+        if len(fleet.lost) > MAX_LOST:
+            del fleet.lost[next(iter(fleet.lost))]
+    for member in members:
         fleet.absent.lost(member, node.last_heard + fleet.config.deadlines.lease_s)
         remove(turn, member, f"node {name}: {reason}")
     for controller in [c for c in fleet.controllers.values() if c.node == name]:
@@ -342,6 +349,18 @@ def evict(turn: Turn, asked: local.Evict) -> EvictReport:
     for member in found:
         _evict(turn, member, reason)
     return EvictReport(model=asked.model, replica=asked.replica, members=members)
+
+
+def forget_lost(turn: Turn, node: str) -> ForgetReport:
+    """Remove a lost node from reports; raises RefusedError if it is not lost."""
+    lost = turn.fleet.lost
+    if node not in lost:
+        known = f"lost nodes: {', '.join(lost) or 'none'}"
+        there = "; it is connected: stop its daemon, or drain it" if node in turn.fleet.nodes else ""
+        raise RefusedError(f"node {node!r} is not lost{there}; {known}")
+    del lost[node]
+    turn.log("forgotten", node=node)
+    return ForgetReport(model="", sources=(), nodes=(node,))
 
 
 def forget(turn: Turn, model: str) -> ForgetReport:

@@ -188,12 +188,17 @@ def status_report(fleet: Fleet, now: float) -> StatusReport:
     return StatusReport(
         coordinator_pid=fleet.pid,
         uptime_s=max(0.0, now - fleet.started),
-        nodes=tuple(node.status for _, node in sorted(fleet.nodes.items())),
+        nodes=tuple(
+            msgspec.structs.replace(node.status, silent_s=max(0.0, now - node.last_heard))
+            for _, node in sorted(fleet.nodes.items())
+        ),
         models=tuple(_model_status(state, fleet) for state in states),
         links=tuple(link for state in states for link in _links(state, service)),
         drained=tuple(sorted(fleet.drained)),
         protocol=PROTOCOL_VERSION,
         protocols={name: node.protocol for name, node in sorted(fleet.nodes.items())},
+        host=fleet.host,
+        lost=tuple(lost.report(now) for lost in fleet.lost.values()),
     )
 
 

@@ -65,6 +65,7 @@ from refitd.protocol.roles import check_names, check_role
 def handle(state: DaemonState, event: Event, now: float) -> list[Instruction]:
     """Handle an event and return instructions. A refused request leaves the state unchanged."""
     state.now = state.link.now = now
+    state.started = state.started or now
     effects = Effects(now)
     _handle(state, effects, event)
     while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from refitd import __version__
 from refitd.daemon.arenas import LocalArenas, RetainedTargets, is_restoring
 from refitd.daemon.commits import Commits, LocalControllers
 from refitd.daemon.comparisons import RegionDigests, Spares
@@ -51,7 +52,7 @@ class DaemonState:
         self.has_kernels = has_kernels
         self.worker_pids: dict[int, int] = {}
         self.problems: tuple[str, ...] = ()
-        self.now = 0.0
+        self.now = self.started = 0.0  # both are set by the first event
         self.sessions: dict[int, ClientSession] = {}
         self.members: dict[str, LocalMember] = {}
         self.refused = RefusedRegistrations(node, self.sessions)
@@ -130,6 +131,8 @@ class DaemonState:
             has_kernels=self.has_kernels,
             problems=tuple(clipped(text) for text in self.problems),
             refused=self.refused.report(self.now),
+            refitd=__version__,
+            uptime_s=max(0.0, self.now - self.started),
         )
 
     def update(self) -> cluster.NodeUpdate:

@@ -296,10 +296,12 @@ class Evict(Message, frozen=True):
 class Forget(Message, frozen=True):
     """Free a model's memory of dead processes: ended trainers' versions, dead engines' arenas. Reply: ForgetReport.
 
-    The coordinator also sends this to daemons: they free the arenas of dead engines, without a reply.
+    The coordinator also sends this to daemons: they free the arenas of dead engines, without a reply. With a `node`,
+    the coordinator only removes that lost node from its reports.
     """
 
-    model: Name
+    model: Label = ""
+    node: Label = ""
 
 
 class Reload(Message, frozen=True):

@@ -380,6 +380,9 @@ class LaneStatus(Value, frozen=True):
     reaches: tuple[Small, ...] = ()  # workers whose GPUs its GPU can address
 
 
+HEARTBEAT_S = 1.0  # between two heartbeats of a daemon
+
+
 class NodeStatus(Value, frozen=True):
     """One daemon."""
 
@@ -397,6 +400,26 @@ class NodeStatus(Value, frozen=True):
     has_kernels: bool = False  # Triton, which compiles kernels that copy, is installed
     problems: tuple[Text, ...] = ()  # current problems
     refused: tuple[RefusedRegistration, ...] = ()  # at most 64; the longest refused first
+    refitd: Label = ""  # the daemon's version of refitd
+    uptime_s: Seconds = 0.0
+    silent_s: Seconds = 0.0  # since its last heartbeat; daemons send one every second
+
+    @property
+    def is_late(self) -> bool:
+        """Whether two heartbeats are missing."""
+        return self.silent_s > 2 * HEARTBEAT_S
+
+
+class LostNode(Value, frozen=True):
+    """A node that the coordinator has removed because its heartbeats ended, until it returns or is forgotten."""
+
+    node: Label
+    host: Label
+    pid: Count
+    silent_s: Seconds  # since its last heartbeat
+    reason: Label
+    replicas: tuple[ReplicaName, ...] = ()  # with ranks there
+    sources: tuple[Label, ...] = ()  # models with source ranks there
 
 
 class LinkStatus(Value, frozen=True):
@@ -423,6 +446,8 @@ class StatusReport(Message, frozen=True):
     drained: tuple[Label, ...] = ()  # drained nodes, connected or not
     protocol: Small = 0  # the coordinator's protocol version, as in NodeHello
     protocols: dict[Label, Small] = msgspec.field(default_factory=dict)  # each daemon's protocol version
+    host: Label = ""  # of the coordinator
+    lost: tuple[LostNode, ...] = ()  # the longest lost first
 
 
 # The limit of spans of one node in a trace.

@@ -80,7 +80,8 @@ def row(ran: Ran, start: str) -> list[str]:
 
 
 def test_status_shows_where_nodes_are_reached_and_what_runs_there():
-    assert row(run(FakeClient(), "status"), "n0 ")[:8] == ["n0", "box", "10.0.0.7", "2", "2", "3", "6", "3"]
+    found = row(run(FakeClient(), "status"), "n0 ")
+    assert found[:5] == ["n0", "connected", "box", "10.0.0.7", "2"] and found[8:11] == ["2", "3", "6"], found
     assert "shm, gloo" in run(FakeClient(), "status").stdout
     (node,) = run(FakeClient(), "status", "--json").object["nodes"]
     assert (node["address"], node["services"]) == ("10.0.0.7", ["shm", "gloo"])
@@ -123,17 +124,14 @@ def test_a_table_that_does_not_fit_becomes_records():
     assert printed(GRID, 80)[1].split() == ["name", "count", "bytes", "rate", "reason"]
 
 
-@pytest.mark.parametrize(("columns", "most"), [("60", 60), ("100", 100), ("1", 30), ("much", None), ("0", None)])
-def test_piped_tables_follow_columns_and_are_as_wide_as_their_text_without(monkeypatch, columns, most):
+@pytest.mark.parametrize(("columns", "most"), [("60", 60), ("100", 100), ("1", 30), ("much", 120), ("0", 120)])
+def test_piped_tables_follow_columns_and_have_120_without(monkeypatch, columns, most):
     monkeypatch.setenv("COLUMNS", columns)
     long = structs.replace(TARGET, replica="vllm-rollout-worker-with-a-rather-long-name-of-its-own-in-us-east-1-pool-b")
     status = structs.replace(STATUS, models=(structs.replace(STATUS.models[0], targets=(long,)),))
     lines = run(FakeClient(status_result=status), "status").stdout.splitlines()
     tables = [line for line in lines if not line.startswith(("model", "coordinator"))]
-    if most is None:
-        assert any(long.replica in line and "serving" in line for line in tables)
-    else:
-        assert max(map(len, tables)) <= most
+    assert max(map(len, tables)) <= most
 
 
 def fleet(replicas: int, ranks: int, name: str = "vllm-rollout-worker-us-east-1-pool-b-") -> list[TargetStatus]:

@@ -67,7 +67,7 @@ def test_wait_ends_when_the_daemon_answers_and_fails_when_the_time_is_over():
         ("swap policy --timeout 2x", 2, "give seconds, or 500ms, 5s, 2m, 1h"),
         ("wait policy --for v7", 2, "none of ready, version=N, replicas=N"),
         ("wait --for version=7", 2, "needs a MODEL"),
-        ("status --node n9", 1, "no node 'n9' is connected; connected nodes: n0"),
+        ("status --node n9", 1, "no node 'n9' is connected or lost; known nodes: n0"),
     ],
 )
 def test_mistakes_name_the_way_out(words, status, said):

@@ -13,6 +13,7 @@ from refitd.events import Busy, Tick
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.reports import DrainReport, NodeStatus, ReplicaName, StatusReport
+from refitd_cli.view import lost_lines
 from tests.support.coordinator_harness import Harness, commit, kinds, reports
 
 
@@ -25,6 +26,39 @@ def test_a_silent_node_is_lost_and_its_members_with_it() -> None:
     # the node sends again: it is asked to introduce itself
     (failure,) = h.say("n0", local.GetStatus(), request=1)
     assert isinstance(failure, local.Failure) and failure.code == "unknown-node"
+
+
+def test_a_lost_node_stays_in_the_status_until_it_returns_or_is_forgotten() -> None:
+    h = Harness().ready().join("n1", pid=12)
+
+    def status(asks: str = "n1") -> StatusReport:
+        (report,) = h.say(asks, local.GetStatus(), request=1)
+        assert isinstance(report, StatusReport)
+        return report
+
+    h.now = 2.5
+    (n0, n1) = status().nodes
+    assert n0.is_late and n0.silent_s == 2.5 and not n1.is_late and not status().lost
+    h.now = NODE_SILENCE_S + 1
+    h.say("n1", local.GetStatus(), request=1)
+    h.tick()
+    h.now += 5
+    report = status()
+    (lost,) = report.lost
+    assert (lost.node, lost.silent_s, lost.sources) == ("n0", NODE_SILENCE_S + 6, ("m",))
+    assert lost.replicas == (ReplicaName("m", "a"),) and [node.node for node in report.nodes] == ["n1"]
+    line = next(lost_lines(report))
+    assert "n0: lost 16.00 s ago" in line and "replica a of m" in line and "refitctl forget --node n0" in line
+    (refused,) = h.say("n1", local.Forget(node="n1"), request=1)
+    assert isinstance(refused, local.Failure) and "it is connected" in refused.message
+    h.say("n1", local.Forget(node="n0"), request=1)
+    assert not status().lost
+    h.now += NODE_SILENCE_S + 1
+    h.join("n2", pid=13)
+    h.tick()
+    assert [lost.node for lost in status("n2").lost] == ["n1"]
+    h.join("n1", pid=14)
+    assert not status().lost
 
 
 def test_a_daemon_that_has_introduced_itself_several_times_before_it_was_answered_is_not_lost() -> None:
