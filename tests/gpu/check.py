@@ -13,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.gpu.record import Record, Result
 
@@ -33,6 +34,8 @@ CHECKS = {
     "mxfp8": "the MXFP8 kernel writes the bytes of the CPU; a captured graph replays with converted weights",
     "digest": "the device computes the digests that the CPU computes",
     "daemon-arenas": "a daemon that owns GPU arenas: swaps, how fast, a killed worker (about 3 GiB of the GPU)",
+    "daemon-nccl": "two daemons with NCCL, two ranks on one GPU: from arena to arena, a cast on the way",
+    "daemon-nvshmem": "two daemons with NVSHMEM, two PEs on one GPU: the same",
     "nccl-2": "NCCL, two ranks on one GPU",
     "nvshmem-2": "NVSHMEM, two PEs on one GPU",
     "daemon-mxfp8": "a daemon whose workers make MXFP8 on the GPU, row-major and swizzled",
@@ -44,8 +47,8 @@ CHECKS = {
 ALONE = "the service alone, with an epoch of the check's own making: this does not show that a daemon can use it"
 CAVEATS = {"nccl-1": ALONE, "nccl-2": ALONE, "nvshmem-2": ALONE}
 NOT_EMULATED = {
-    **dict.fromkeys(("nccl-1", "nccl-2"), "needs a GPU: NCCL is not emulated"),
-    "nvshmem-2": "needs a GPU: NVSHMEM is not emulated",
+    **dict.fromkeys(("nccl-1", "nccl-2"), "needs a GPU: only daemons have a stand-in for NCCL"),
+    "nvshmem-2": "needs a GPU: only daemons have a stand-in for NVSHMEM",
     "service": "needs a GPU: torch's device tensors are not emulated",
 }
 ADVICE = """\
@@ -102,15 +105,14 @@ def main() -> int:
     if sys.version_info < (3, 11):  # noqa: UP036 - it is started with whatever python3 there is
         parser.error(f"this is Python {platform.python_version()}; name a newer one: PYTHON=/path/to/python3.12")
 
-    environment, missing = dict(os.environ), ""
-    if options.emulated:
+    is_emulated = "FAKE_CUDA_TAG" in os.environ
+    if options.emulated and not is_emulated:
         from tests.gpu.emulation import emulated
 
-        environment = emulated(environment)
-    else:
-        missing = nothing_to_check_on()
+        # the driver and the stand-ins for torch must be there when Python starts
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], emulated(os.environ))
+    missing = "" if options.emulated else nothing_to_check_on()
     whats = {name: CHECKS[name] for name in CHECKS if name in (options.checks or CHECKS)}
-    is_emulated = "FAKE_CUDA_TAG" in environment
     record, ends = Record(options.output, whats, is_emulated), time.monotonic() + TOTAL_S
     record.write()
     for name in record.whats:
@@ -121,7 +123,7 @@ def main() -> int:
             record.add(Result(name, "not run", why))
             continue
         print(f"==> {name}: {CHECKS[name]}", file=sys.stderr, flush=True)
-        found = run(name, left, environment)
+        found = run(name, left, fork if options.emulated else spawn)
         if name in CAVEATS and found.state == "passed":
             found.why = f"{CAVEATS[name]}{'; ' * bool(found.why)}{found.why}"
         record.add(found)
@@ -145,13 +147,45 @@ def nothing_to_check_on() -> str:
     return "" if torch_cuda() else f"the torch of {sys.executable} has no CUDA; name another Python with PYTHON="
 
 
-def run(name: str, timeout: float, environment: Mapping[str, str]) -> Result:
+def spawn(name: str, timeout: float, out: int, err: int) -> subprocess.Popen[bytes]:
+    """Start a check in a process and a session of its own."""
+    command = [sys.executable, str(HERE / "checks.py"), name, str(timeout)]
+    return subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True)
+
+
+class fork:
+    """A check in a fork of this process, as `spawn` returns one: on an emulated GPU torch is imported only once."""
+
+    def __init__(self, name: str, timeout: float, out: int, err: int) -> None:
+        from tests.gpu import checks
+
+        self.pid = os.fork()
+        if not self.pid:
+            os.setsid()
+            os.dup2(out, 1)
+            os.dup2(err, 2)
+            sys.argv = ["checks.py", name, str(timeout)]
+            try:
+                checks.main()
+            finally:
+                os._exit(1)
+
+    def wait(self, timeout: float) -> int:
+        """See Popen.wait."""
+        until = time.monotonic() + timeout
+        while not (found := os.waitpid(self.pid, os.WNOHANG))[0]:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(self.pid, timeout)
+            time.sleep(0.02)
+        return os.waitstatus_to_exitcode(found[1])
+
+
+def run(name: str, timeout: float, start: Callable[[str, float, int, int], Any]) -> Result:
     """Run one check in a separate process group; return a result however it ends, at most KILLED_S late."""
     started = time.monotonic()
-    command = [sys.executable, str(HERE / "checks.py"), name, str(timeout)]
     # files, because processes that a check has left behind would keep pipes open
     with tempfile.TemporaryFile() as out_file, tempfile.TemporaryFile() as err_file:
-        child = subprocess.Popen(command, stdout=out_file, stderr=err_file, start_new_session=True, env=environment)
+        child = start(name, timeout, out_file.fileno(), err_file.fileno())
         status: int | None = None
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -71,6 +71,8 @@ CHECKS: dict[str, Callable[[float], Outcome]] = {
     "mxfp8": mxfp8,
     "digest": digest,
     "daemon-arenas": daemon_check("daemon-arenas"),
+    "daemon-nccl": daemon_check("daemon-nccl"),
+    "daemon-nvshmem": daemon_check("daemon-nvshmem"),
     "nccl-2": nccl_two,
     "nvshmem-2": nvshmem_two,
     "daemon-mxfp8": daemon_check("daemon-mxfp8"),

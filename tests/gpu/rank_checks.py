@@ -160,32 +160,45 @@ def nccl_one(seconds: float) -> Outcome:
     return Outcome({"NCCL": ".".join(map(str, version)), **found["figures"]})
 
 
-def nccl_two(seconds: float) -> Outcome:
-    need(xxhash="xxhash", cryptography="cryptography")
+def environments(service: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the environments in which two ranks, or two daemons, use one GPU over a service."""
+    if GPU.is_emulated or service == "gloo":
+        return {}, {}
+    if service == "nvshmem":
+        return {"NVSHMEM_REMOTE_TRANSPORT": "none"}, {"NVSHMEM_REMOTE_TRANSPORT": "none"}
     library, version = nccl_library()
-    shown = ".".join(map(str, version))
     base = nccl_environment(library)
     if version >= (2, 30, 0):
-        environments = [{**base, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}] * 2
-        found = ranks("nccl-2", 2, seconds * 0.9, environments)
-        return Outcome({"NCCL": shown, **found[0]["figures"]})
+        return {**base, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}, {**base, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     # older ones refuse two ranks on one GPU of one host; of two hosts they do not, and then use sockets
+    return {**base, "NCCL_HOSTID": "refitd-0"}, {**base, "NCCL_HOSTID": "refitd-1"}
+
+
+def nccl_two(seconds: float) -> Outcome:
+    need(xxhash="xxhash", cryptography="cryptography")
+    _, version = nccl_library()
+    shown, is_old = ".".join(map(str, version)), version < (2, 30, 0)
     try:
-        found = ranks("nccl-2", 2, seconds * 0.7, [{**base, "NCCL_HOSTID": f"refitd-{rank}"} for rank in range(2)])
+        found = ranks("nccl-2", 2, seconds * (0.7 if is_old else 0.9), environments("nccl"))
     except RuntimeError as exc:
+        if not is_old:
+            raise
         raise Skip(
             f"NCCL {shown} does not run two ranks on one GPU here ({exc}); carry nvidia-nccl-cu13>=2.30 (--help)"
         ) from exc
-    return Outcome(
-        {"NCCL": shown, **found[0]["figures"]},
-        "as if on two hosts (NCCL_HOSTID): over sockets, so the rate says nothing",
-    )
+    why = "as if on two hosts (NCCL_HOSTID): over sockets, so the rate says nothing" if is_old else ""
+    return Outcome({"NCCL": shown, **found[0]["figures"]}, why)
+
+
+def need_nvshmem() -> None:
+    """Raise Skip unless nvshmem4py is installed."""
+    major = (torch.version.cuda or "13").partition(".")[0]
+    need(xxhash="xxhash", cryptography="cryptography", nvshmem=f"nvshmem4py-cu{major}")
 
 
 def nvshmem_two(seconds: float) -> Outcome:
-    major = (torch.version.cuda or "13").partition(".")[0]
-    need(xxhash="xxhash", cryptography="cryptography", nvshmem=f"nvshmem4py-cu{major}")
-    found = ranks("nvshmem-2", 2, seconds * 0.9, [{"NVSHMEM_REMOTE_TRANSPORT": "none"}] * 2)
+    need_nvshmem()
+    found = ranks("nvshmem-2", 2, seconds * 0.9, environments("nvshmem"))
     return Outcome(found[0]["figures"])
 
 

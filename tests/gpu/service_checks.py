@@ -7,7 +7,8 @@ import os
 import signal
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,19 +16,25 @@ import torch
 import refitd
 from refitd.testing import Daemon, Engine, eventually
 from tests.gpu.device import GPU, MIB
+from tests.gpu.rank_checks import environments, need_nvshmem
 
 ROOT = Path(__file__).resolve().parents[2]
+NOTHING: Mapping[str, str] = {}
 
 
 @contextlib.contextmanager
-def running_daemon(seconds: float, node: str = "n0", joins: str = "") -> Iterator[Daemon]:
+def running_daemon(
+    seconds: float, node: str = "n0", joins: str = "", service: str = "gloo", environment: Mapping[str, str] = NOTHING
+) -> Iterator[Daemon]:
     """Run a daemon with its own coordinator, or with that of the daemon whose endpoint is given."""
     with tempfile.TemporaryDirectory(prefix="rfg") as folder:
         Path(folder, "refitd_cli").symlink_to(ROOT / "cli")  # which is installed under this name
         path = os.pathsep.join([folder, str(ROOT), os.environ.get("PYTHONPATH", "")])
         deadlines = f"[deadlines]\nplan_s = {seconds}\nstage_s = {seconds}\ncommit_s = {seconds}\n"
-        options = {"name": node, "workers": 2, "joins": joins, "folder": Path(folder)}
-        with Daemon(deadlines, environment={"PYTHONPATH": path}, **options) as daemon:
+        config = deadlines + f'[transport]\nservice = "{service}"\n'
+        # each worker of an emulated GPU takes seconds to import torch
+        options = {"name": node, "workers": 1 if GPU.is_emulated else 2, "joins": joins, "folder": Path(folder)}
+        with Daemon(config, environment={"PYTHONPATH": path, **environment}, **options) as daemon:
             yield daemon
 
 
@@ -152,8 +159,10 @@ def daemon_arenas(seconds: float, count: int = 16) -> dict[str, object]:
     return figures
 
 
-def daemon_crossing(seconds: float, count: int = 8) -> dict[str, object]:
-    """Test two daemons on one GPU, with arenas at both ends, over gloo; one tensor is converted on its way."""
+def daemon_crossing(seconds: float, service: str, count: int = 8) -> dict[str, object]:
+    """Test two daemons on one GPU, with arenas at both ends, over a service; one tensor is converted on its way."""
+    if service == "nvshmem":
+        need_nvshmem()
     shape = (GPU.scaled(4096), 4096)
     given_types = {f"layers.{i}.weight": (shape, torch.bfloat16) for i in range(count)} | {
         "wide": (shape, torch.float32)
@@ -172,9 +181,10 @@ def daemon_crossing(seconds: float, count: int = 8) -> dict[str, object]:
     ]
     nbytes = 2 * len(live_types) * shape[0] * shape[1]
     figures: dict[str, object] = {"MiB": nbytes / MIB}
+    here, there = environments(service)
     with (
-        running_daemon(seconds) as first,
-        running_daemon(seconds, "n1", first.endpoint) as second,
+        running_daemon(seconds, "n0", "", service, here) as first,
+        running_daemon(seconds, "n1", first.endpoint, service, there) as second,
         first.connect() as trainer,
         second.connect() as engine,
     ):
@@ -190,6 +200,8 @@ def daemon_crossing(seconds: float, count: int = 8) -> dict[str, object]:
                 report = trainer.swap("policy", version, timeout=seconds)
             took.append(report.stage_s)
             assert all(torch.equal(live[name], tensor.bfloat16()) for name, tensor in given.items()), version
+        (link,) = trainer.status().links
+        assert (link.service, link.state) == (service, "up"), link
         figures |= rates("stage", nbytes, statistics.median(took[1:]))
         del given, live
     GPU.empty_cache()
@@ -236,4 +248,10 @@ def daemon_mxfp8(seconds: float, count: int = 8) -> dict[str, object]:
     return figures
 
 
-CHECKS = {"daemon-arenas": daemon_arenas, "daemon-crossing": daemon_crossing, "daemon-mxfp8": daemon_mxfp8}
+CHECKS: dict[str, Callable[[float], dict[str, object]]] = {
+    "daemon-arenas": daemon_arenas,
+    "daemon-mxfp8": daemon_mxfp8,
+    "daemon-crossing": partial(daemon_crossing, service="gloo"),
+    "daemon-nccl": partial(daemon_crossing, service="nccl"),
+    "daemon-nvshmem": partial(daemon_crossing, service="nvshmem"),
+}

@@ -16,8 +16,9 @@ from tests.support import programs
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu-check"
-_FIRST = "arena copies host-copies flip-1 flip-4 flip-16 graph mxfp8 digest daemon-arenas nccl-2 nvshmem-2 daemon-mxfp8"
-NAMES = [*_FIRST.split(), "daemon-modules", "daemon-crossing", "nccl-1", "service"]
+_FIRST = "arena copies host-copies flip-1 flip-4 flip-16 graph mxfp8 digest daemon-arenas daemon-nccl daemon-nvshmem"
+_LAST = "nccl-2 nvshmem-2 daemon-mxfp8 daemon-modules daemon-crossing nccl-1 service"
+NAMES = [*_FIRST.split(), *_LAST.split()]
 
 no_gpu = pytest.mark.skipif(visible_devices() > 0, reason="there is a GPU")
 
