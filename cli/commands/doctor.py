@@ -56,7 +56,8 @@ def all_findings(connect: Callable[[], ControlClient], address: str | None) -> I
     yield huge_pages(_read("/sys/kernel/mm/transparent_hugepage/shmem_enabled"), _read("/proc/meminfo"))
     yield descriptors()
     yield gpu_arenas()
-    yield network_cards(visible_gpus(), SYSFS)
+    yield from peer_access(gpus := visible_gpus())
+    yield network_cards(gpus, SYSFS)
     yield from backends()
     yield from wheels()
     yield runtime_dir(Path(address) if address else default_runtime_dir())
@@ -164,6 +165,18 @@ def gpu_arenas(survey: Callable[[], list[tuple[str, str]]] = cuda.survey) -> Che
         advice = f"register with device='cpu': {'; '.join(problems)}"
         return CheckResult(name, "warn", f"not on all of {text}", advice)
     return CheckResult(name, "ok", text)
+
+
+def peer_access(gpus: Sequence[Gpu]) -> Iterator[CheckResult]:
+    """Check that GPUs can address each other's memory; yields no result for fewer than two."""
+    name, pairs = "GPU to GPU", [(one, gpu) for one in gpus for gpu in range(len(gpus)) if gpus[gpu] is not one]
+    apart = [f"{one.name} -> {gpus[gpu].name}" for one, gpu in pairs if gpu not in one.reaches]
+    if apart:
+        more = f" and {len(apart) - 3} more" if len(apart) > 3 else ""
+        advice = "copies between them pass through pinned main memory: check `nvidia-smi topo -p2p r`, IOMMU and ACS"
+        yield CheckResult(name, "warn", f"no peer access: {', '.join(apart[:3])}{more}", advice)
+    elif pairs:
+        yield CheckResult(name, "ok", f"all {len(gpus)} GPUs can address each other's memory")
 
 
 def network_cards(gpus: Sequence[Gpu], sysfs: Path) -> CheckResult:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class Wiring:
     abilities: Mapping[str, Abilities]
     service: str
     gpu_service: str = ""
-    gpu_ranks: Collection[int] = field(default_factory=frozenset)
+    gpu_ranks: frozenset[int] = frozenset()
 
 
 def abilities_of(status: NodeStatus) -> Abilities:

@@ -153,9 +153,9 @@ def wiring_of(turn: Turn, members: Iterable[Member], plan: LoadedPlan) -> Wiring
     abilities = {node: abilities_of(status) for node, status in here.items()}
     epoch, service = plan.epoch, fleet.config.transport.service
     if epoch is not None:
-        return Wiring(device_of, abilities, epoch.service, epoch.gpu_service, plan.gpu_of.keys())
+        return Wiring(device_of, abilities, epoch.service, epoch.gpu_service, frozenset(plan.gpu_of))
     if service in GPU_SERVICES:
-        return Wiring(device_of, abilities, HOST_SERVICE, service, device_of.keys())
+        return Wiring(device_of, abilities, HOST_SERVICE, service, frozenset(device_of))
     return Wiring(device_of, abilities, service)
 
 

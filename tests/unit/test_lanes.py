@@ -155,6 +155,11 @@ def test_doctor_and_status_show_each_gpu_with_its_card(tmp_path: Path) -> None:
     found = doctor.network_cards(gpus(5), tree.root).found
     assert found.startswith("10: mlx5_0 (NUMA node 0), mlx5_1 ") and "; GPU-4 (NUMA node 1): mlx5_5" in found
     assert "none but virtual ones" in doctor.network_cards(gpus(1), tmp_path / "nothing").found
+    assert [*doctor.peer_access(gpus(1))] == []
+    linked = [Gpu("GPU-0", "", (1,)), Gpu("GPU-1", "", (0,))]
+    assert [found.state for found in doctor.peer_access(linked)] == ["ok"]
+    (apart,) = doctor.peer_access([linked[0], Gpu("GPU-1", "")])
+    assert (apart.state, apart.found) == ("warn", "no peer access: GPU-1 -> GPU-0")
     lanes = lanes_of([Gpu("GPU-0", gpu_address(0), (1,)), Gpu("GPU-1", "0000:ff:00.0")], 3, {}, tree.root)
     node = NodeStatus("n0", "h", 1, (), 0, 3, 30, lanes=tuple(lanes), gpus=(GpuStatus("GPU-0", 2, 20),))
     assert [*view._gpus(node)] == [
