@@ -8,6 +8,7 @@ import os
 import stat
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,9 @@ from refitd.buffers.capacity import check_bytes, memory_limits, process_limits
 from refitd.buffers.mapping import Mapping, exchange
 from refitd.errors import ArenaError
 from refitd.text import printable
+
+if TYPE_CHECKING:
+    from refitd.buffers.cuda_streams import Pin
 
 # These are missing in some Python versions; the numbers are the kernel's (fcntl.h, mman-common.h).
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
@@ -128,7 +132,11 @@ def is_left(address: int) -> bool:
 
 
 class MappedArena:
-    """An arena mapped into this process, with its page tables filled before first use."""
+    """An arena mapped into this process, with its page tables filled before first use.
+
+    Attributes:
+        pin: its memory as GPUs copy to and from it; None until a GPU has.
+    """
 
     device = -1  # main memory
 
@@ -152,6 +160,7 @@ class MappedArena:
         self.writable = write
         self.bytes: npt.NDArray[np.uint8] = self.mapping.bytes(write=write)
         self.address: int = self.mapping.address
+        self.pin: Pin | None = None
 
     def exchange(self, other: MappedArena) -> None:
         """Exchange two arenas of one size in this process: the addresses of each show the other arena's bytes.
@@ -160,11 +169,18 @@ class MappedArena:
             ArenaError: the kernel refuses; both arenas are unchanged.
         """
         exchange(self.mapping, other.mapping)
+        self.pin, other.pin = other.pin, self.pin
 
     @property
     def exchanges(self) -> int:
         """How often the arena was exchanged."""
         return self.mapping.exchanges
+
+    def unpin(self) -> None:
+        """Undo the pin, if there is one; copies that use it have ended."""
+        pin, self.pin = self.pin, None
+        if pin is not None:
+            pin.close()
 
     def leave(self) -> None:
         """Note that the arena's session has ended: only tensors of this process still use it."""

@@ -163,7 +163,7 @@ class _Mapping:
         self.address = 0
         self.handle = 0
         self._driver = driver
-        self._access = access
+        self._access = [access]  # of its own GPU first
         self._mapped = 0  # the handle of the memory mapped at `address`
         self._is_accessible = False
         self._is_kept = False
@@ -186,8 +186,18 @@ class _Mapping:
             self._driver.call("cuMemMap", self.address, self.size, 0, handle, 0)
             self._mapped = handle
         if not self._is_accessible:
-            self._driver.call("cuMemSetAccess", self.address, self.size, ctypes.byref(self._access), 1)
+            self._set_access(self._access)
             self._is_accessible = True
+
+    def open_to(self, gpu: int) -> None:
+        """Let another GPU use the memory mapped here, now and after later exchanges."""
+        if gpu not in [access.location.id for access in self._access]:
+            other = Access(Location(ON_DEVICE, gpu), self._access[0].flags)
+            self._set_access([*self._access, other])
+            self._access.append(other)
+
+    def _set_access(self, wanted: Sequence[Access]) -> None:
+        self._driver.call("cuMemSetAccess", self.address, self.size, (Access * len(wanted))(*wanted), len(wanted))
 
     def unmap(self) -> None:
         """Unmap the address; work that uses it has ended."""
@@ -364,6 +374,18 @@ class MappedDeviceArena:
                 raise ArenaError(f"both arenas have their old contents: {failure}") from failure
             mine.handle, theirs.handle = theirs.handle, mine.handle
             self.exchanges += 1
+
+    def open_to(self, gpu: int) -> bool:
+        """Let another GPU use the arena at the same address; return False if it cannot reach this arena's GPU."""
+        mapping, driver = self._open(), Driver()
+        try:
+            if not driver.reaches(gpu, self.device):
+                return False
+            with mapping.context.current():
+                mapping.open_to(gpu)
+        except DriverError:  # a device may state that it reaches another one, and its driver may refuse
+            return False
+        return True
 
     def _open(self) -> _Mapping:
         if self.lost or self._mapping is None:

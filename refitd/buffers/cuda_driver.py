@@ -24,9 +24,11 @@ _LEGACY_STREAM = 1  # CU_STREAM_LEGACY
 _HAS_VMM = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 _HAS_POSIX_FD = 103  # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
 _HAS_RDMA = 110  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+_HAS_READ_ONLY_PINS = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 _HAS_FABRIC = 128  # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
 _INVALID_VALUE, OUT_OF_MEMORY, _NO_DEVICE, _INVALID_DEVICE = 1, 2, 100, 101
 _NOT_PERMITTED, _NOT_SUPPORTED = 800, 801
+_NOT_READY = 600
 _OF_CAPTURE = range(900, 909)  # CUDA_ERROR_STREAM_CAPTURE_*
 
 ADVICE = {
@@ -101,6 +103,18 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuMemUnmap": (_u64, _size),
     "cuMemAddressFree": (_u64, _size),
     "cuMemRelease": (_u64,),
+    "cuMemHostRegister_v2": (_ptr, _size, ctypes.c_uint),
+    "cuMemHostUnregister": (_ptr,),
+    "cuMemHostAlloc": (_ptr, _size, ctypes.c_uint),
+    "cuMemFreeHost": (_ptr,),
+    "cuMemcpy2DAsync_v2": (_ptr, _ptr),
+    "cuStreamCreate": (_ptr, ctypes.c_uint),
+    "cuStreamDestroy_v2": (_ptr,),
+    "cuStreamWaitEvent": (_ptr, _ptr, ctypes.c_uint),
+    "cuEventCreate": (_ptr, ctypes.c_uint),
+    "cuEventRecord": (_ptr, _ptr),
+    "cuEventQuery": (_ptr,),
+    "cuEventDestroy_v2": (_ptr,),
     "cuGetErrorString": (ctypes.c_int, _ptr),
 }
 
@@ -150,12 +164,21 @@ class Driver:
             DriverError: it failed; has the driver's text and advice.
         """
         status: int = getattr(self._library, name)(*arguments)
-        if status == _SUCCESS:
-            return
+        if status != _SUCCESS:
+            raise self._error(name, status)
+
+    def is_done(self, event: int) -> bool:
+        """Return whether all work before an event has ended; raises DriverError if some of it failed."""
+        status: int = self._library.cuEventQuery(event)
+        if status not in (_SUCCESS, _NOT_READY):
+            raise self._error("cuEventQuery", status)
+        return status == _SUCCESS
+
+    def _error(self, name: str, status: int) -> DriverError:
         text = ctypes.c_char_p()
         known = self._library.cuGetErrorString(status, ctypes.byref(text)) == _SUCCESS and text.value
         said = text.value.decode() if known and text.value else "an unknown error"
-        raise DriverError(f"{name}: {said} ({status}); {ADVICE.get(status, 'see the driver log (dmesg)')}", status)
+        return DriverError(f"{name}: {said} ({status}); {ADVICE.get(status, 'see the driver log (dmesg)')}", status)
 
     def count(self) -> int:
         """Return the number of GPUs that this process sees."""
@@ -237,6 +260,10 @@ class Context:
         finally:
             with suppress(ArenaError):  # the work in the block is done, and must not seem to have failed
                 self.let_go()
+
+    def has_read_only_pins(self) -> bool:
+        """Return whether memory that is mapped for reading only can be pinned for this device."""
+        return self._can(_HAS_READ_ONLY_PINS)
 
     def keep(self) -> None:
         """Retain the context until `let_go`, because its mappings end with it."""

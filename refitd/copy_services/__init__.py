@@ -149,6 +149,7 @@ class RunResult:
     crossed_bytes: int = 0  # received from other nodes
     delta_bytes: int = 0  # size of the pieces that travelled as deltas
     changed_bytes: int = 0  # changed bytes within these pieces
+    paths: tuple[str, ...] = ()  # within the node, by GPUs: names of refitd.addressing.paths
 
 
 class PreparedJob(ABC):

@@ -123,24 +123,6 @@ class Box:
         dims = inner if stop - start == 1 else [(stop - start, source, destination), *inner]
         return replace(self.moved(start * source, start * destination), dims=tuple(dims))
 
-
-def box(row: Row) -> Box:
-    """Return a row without a conversion as a box with as few dimensions as possible."""
-    run = row.element
-    dims: list[Dim] = []
-    # the order of the elements does not matter, so the smallest strides come last
-    steps = sorted(zip(row.destination.stride, row.source.stride, row.size, strict=True))
-    for there, here, count in steps:
-        if count == 1:
-            continue
-        if not dims and here == run == there:
-            run *= count
-        elif dims and (here, there) == (dims[0][0] * dims[0][1], dims[0][0] * dims[0][2]):
-            dims[0] = (dims[0][0] * count, *dims[0][1:])
-        else:
-            dims.insert(0, (count, here, there))
-    return Box(row.row, row.source.offset, row.destination.offset, tuple(dims), run)
-
     def cut(self, most: int) -> Iterator[Box]:
         """Yield the box in parts of at most `most` bytes."""
         if self.nbytes <= most:
@@ -172,6 +154,24 @@ def box(row: Row) -> Box:
         else:
             for index in range(self.dims[0][0]):
                 yield from self.part(index, index + 1).planes(most_pitch)
+
+
+def box(row: Row) -> Box:
+    """Return a row without a conversion as a box with as few dimensions as possible."""
+    run = row.element
+    dims: list[Dim] = []
+    # the order of the elements does not matter, so the smallest strides come last
+    steps = sorted(zip(row.destination.stride, row.source.stride, row.size, strict=True))
+    for there, here, count in steps:
+        if count == 1:
+            continue
+        if not dims and here == run == there:
+            run *= count
+        elif dims and (here, there) == (dims[0][0] * dims[0][1], dims[0][0] * dims[0][2]):
+            dims[0] = (dims[0][0] * count, *dims[0][1:])
+        else:
+            dims.insert(0, (count, here, there))
+    return Box(row.row, row.source.offset, row.destination.offset, tuple(dims), run)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -25,8 +25,9 @@ from refitd.addressing.copies import CopyList
 from refitd.addressing.paths import MAIN_MEMORY, Abilities, Path, path
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import MappedDeviceArena
-from refitd.copy_services import Capabilities, DigestMismatch, MappedCopyService, PreparedJob, RunResult
+from refitd.copy_services import Capabilities, MappedCopyService, PreparedJob, RunResult
 from refitd.copy_services.boxes import Row, Table, box, rows, tables
+from refitd.copy_services.copy_engines import Engine, EngineJob, mismatch
 from refitd.copy_services.parts import Part, PartsJob
 from refitd.copy_services.waits import Deadline, DeviceStream, poll
 from refitd.describe.casts import CASTS
@@ -49,27 +50,51 @@ class CudaCopyService(MappedCopyService):
         """Use the device with this number in this process."""
         self._device = device
         self._stream = DeviceStream(torch.device("cuda", device))
+        self._engines: dict[int, Engine] = {}
 
     def prepare(self, copies: CopyList, arenas: Mapping[int, Any]) -> PreparedJob:
         """See MappedCopyService.prepare; arenas are MappedDeviceArenas and MappedArenas."""
         used = {number: arena for number, arena in arenas.items() if number in copies.arenas()}
-        abilities = Abilities(has_kernels=has_kernels())
-        ways: dict[Path, list[int]] = {}
-        for row in range(len(copies)):
-            ends = [used.get(int(end[row])) for end in (copies.src_arena, copies.dst_arena)]
-            if None not in ends and all(arena.device != self._device for arena in ends if arena is not None):
-                raise TransportError(f"copy {row}: neither end is on GPU {self._device}, which this service copies on")
-            source, destination = (MAIN_MEMORY if end is None or end.device < 0 else str(end.device) for end in ends)
-            way = Path.TENSORS if copies.cast[row] else path(source, destination, abilities)
-            ways.setdefault(Path.KERNEL if way is Path.KERNEL else Path.TENSORS, []).append(row)
+        sizes = {number: arena.nbytes for number, arena in used.items()}
+        found = list(rows(copies, sizes, {number for number, arena in used.items() if arena.writable}))
+        groups: dict[tuple[Path, int, int], list[Row]] = {}
+        for row in found:
+            source, destination = used[row.source.arena], used[row.destination.arena]
+            if self._device not in (source.device, destination.device):
+                raise TransportError(
+                    f"copy {row.row}: neither end is on GPU {self._device}, which this service copies on"
+                )
+            way = Path.TENSORS if row.cast else self._path(source, destination)
+            groups.setdefault((way, source.device, destination.device), []).append(row)
         parts = []
-        for way, numbers in ways.items():
-            make = _KernelJob if way is Path.KERNEL else _TensorJob
-            parts.append(Part(np.array(numbers), make(copies.select(np.array(numbers)), used, self._stream)))
-        return parts[0].job if len(parts) == 1 else PartsJob(parts)
+        for (way, here, there), some in groups.items():
+            job: PreparedJob
+            if way in (Path.KERNEL, Path.PEER):
+                job = _KernelJob(way, some, used, self._stream)
+            elif way is Path.TENSORS:
+                job = _TensorJob(way, some, used, self._stream)
+            else:
+                job = EngineJob(some, used, self._engine(here), self._engine(there))
+            parts.append(Part(job))
+        return PartsJob(parts, len(copies) - len(found))
+
+    def _path(self, source: Any, destination: Any) -> Path:
+        """Return the path between two arenas, of which one is on this GPU."""
+        here, there = (MAIN_MEMORY if end.device < 0 else str(end.device) for end in (source, destination))
+        can_peer = has_kernels() and destination.device == self._device and source.device not in (-1, self._device)
+        peers = frozenset({(there, here)} if can_peer and source.open_to(self._device) else ())
+        return path(here, there, Abilities(has_kernels=has_kernels(), peers=peers))
+
+    def _engine(self, gpu: int) -> Engine | None:
+        """Return the copy engines of a GPU; None for main memory."""
+        if gpu >= 0 and gpu not in self._engines:
+            self._engines[gpu] = Engine(gpu)
+        return self._engines.get(gpu)
 
     def close(self) -> None:
-        """See CopyService.close. The service has no state between runs."""
+        """See CopyService.close."""
+        while self._engines:
+            self._engines.popitem()[1].close()
 
 
 def has_kernels() -> bool:
@@ -80,8 +105,8 @@ def has_kernels() -> bool:
 class _StreamJob(PreparedJob):
     """Copies on a stream of torch, checked once all are queued."""
 
-    def __init__(self, copies: CopyList, arenas: Mapping[int, Any], stream: DeviceStream) -> None:
-        self._copies = len(copies)
+    def __init__(self, way: Path, found: list[Row], arenas: Mapping[int, Any], stream: DeviceStream) -> None:
+        self._way, self._rows = way, found
         self._arenas = arenas
         self._stream = stream
 
@@ -107,7 +132,7 @@ class _StreamJob(PreparedJob):
             self._stream.settle(deadline, subject)
             if wrong := found():
                 raise mismatch(wrong[0])
-        return RunResult(self._copies, total, time.perf_counter() - started)
+        return RunResult(len(self._rows), total, time.perf_counter() - started, paths=(self._way,))
 
     def _queue(self, on_progress: Callable[[int], None], deadline: Deadline, subject: str) -> int:
         """Queue all copies, at most two reports ahead of the GPU; return their bytes."""
@@ -132,30 +157,22 @@ class _StreamJob(PreparedJob):
         return done
 
 
-def mismatch(row: int) -> DigestMismatch:
-    """Return the error of a row whose ends differ."""
-    return DigestMismatch(
-        f"copy {row}: its bytes differ after writing; the source changed while it was read, or another process writes "
-        "to the destination",
-        row,
-    )
-
-
 class _KernelJob(_StreamJob):
     """Copies by the kernel: a launch for each kind of boxes and PROGRESS_BYTES, and as many to compare."""
 
-    def __init__(self, copies: CopyList, arenas: Mapping[int, Any], stream: DeviceStream) -> None:
-        super().__init__(copies, arenas, stream)
+    def __init__(self, way: Path, found: list[Row], arenas: Mapping[int, Any], stream: DeviceStream) -> None:
+        super().__init__(way, found, arenas, stream)
         at = {number: arena.address for number, arena in arenas.items()}
-        found = (box(row).moved(at[row.source.arena], at[row.destination.arena]) for row in _checked(copies, arenas))
-        self._tables = [_DeviceTable.load(table, stream.device) for table in tables(found)]
+        boxes = (box(row).moved(at[row.source.arena], at[row.destination.arena]) for row in found)
+        self._tables = [_DeviceTable.load(table, stream.device) for table in tables(boxes)]
 
     def _copy(self) -> Iterator[int]:
         for table in self._tables:
             yield from table.launch(None)
 
     def _check(self) -> Callable[[], list[int]]:
-        differing = torch.zeros(self._copies, dtype=torch.int32, device=self._stream.device)
+        most = 1 + max((row.row for row in self._rows), default=0)
+        differing = torch.zeros(most, dtype=torch.int32, device=self._stream.device)
         for table in self._tables:
             deque(table.launch(differing), maxlen=0)
         return lambda: differing.nonzero().view(-1).tolist()
@@ -195,10 +212,10 @@ class _DeviceTable:
 class _TensorJob(_StreamJob):
     """Copies and conversions by torch, one after another."""
 
-    def __init__(self, copies: CopyList, arenas: Mapping[int, Any], stream: DeviceStream) -> None:
-        super().__init__(copies, arenas, stream)
+    def __init__(self, way: Path, found: list[Row], arenas: Mapping[int, Any], stream: DeviceStream) -> None:
+        super().__init__(way, found, arenas, stream)
         tensors = {number: _bytes_of(arena) for number, arena in arenas.items()}
-        self._pairs = [pair(row, tensors) for row in _checked(copies, arenas)]
+        self._pairs = [pair(row, tensors) for row in found]
 
     def _copy(self) -> Iterator[int]:
         for one in self._pairs:
@@ -208,11 +225,6 @@ class _TensorJob(_StreamJob):
     def _check(self) -> Callable[[], list[int]]:
         found = [(one.row, one.differs()) for one in self._pairs]
         return lambda: [row for row, differs in found if bool(differs)]
-
-
-def _checked(copies: CopyList, arenas: Mapping[int, Any]) -> Iterator[Row]:
-    sizes = {number: arena.nbytes for number, arena in arenas.items()}
-    return rows(copies, sizes, {number for number, arena in arenas.items() if arena.writable})
 
 
 def _bytes_of(arena: MappedArena | MappedDeviceArena) -> torch.Tensor:

@@ -13,17 +13,17 @@ from refitd.copy_services import DigestMismatch, PreparedJob, RunResult
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Part:
-    """A job for some rows of a list."""
+    """A job for some rows of a list; `rows` has their numbers if the job counts them from 0."""
 
-    rows: npt.NDArray[np.int64]
     job: PreparedJob
+    rows: npt.NDArray[np.int64] | None = None
 
 
 class PartsJob(PreparedJob):
-    """The parts of one job."""
+    """The parts of one job, and a number of copies without bytes."""
 
-    def __init__(self, parts: list[Part]) -> None:
-        self._parts = parts
+    def __init__(self, parts: list[Part], empty: int = 0) -> None:
+        self._parts, self._empty = parts, empty
 
     def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
         """See PreparedJob.run; `timeout` applies to each part."""
@@ -36,11 +36,14 @@ class PartsJob(PreparedJob):
             try:
                 done.append(part.job.run(verify=verify, on_progress=progress, timeout=timeout))
             except DigestMismatch as exc:
+                if part.rows is None:
+                    raise
                 known = 0 <= exc.copy < len(part.rows)
                 raise DigestMismatch(str(exc), int(part.rows[exc.copy]) if known else -1) from exc
         return RunResult(
-            copies=sum(result.copies for result in done),
+            copies=self._empty + sum(result.copies for result in done),
             bytes=sum(result.bytes for result in done),
             seconds=sum(result.seconds for result in done),
-            staging_bytes=max(result.staging_bytes for result in done),
+            staging_bytes=max((result.staging_bytes for result in done), default=0),
+            paths=tuple(sorted({name for result in done for name in result.paths})),
         )

@@ -98,9 +98,9 @@ class Devices:
 
         on_gpus = np.isin(pieces.arena, list(mine))
         here, there = np.flatnonzero(~on_gpus), np.flatnonzero(on_gpus)
-        parts = [Part(there, DeviceConversionJob(pieces.select(there), mine))]
+        parts = [Part(DeviceConversionJob(pieces.select(there), mine), there)]
         if len(here):
-            parts.append(Part(here, ConversionJob(pieces.select(here), self._host_arenas)))
+            parts.append(Part(ConversionJob(pieces.select(here), self._host_arenas), here))
         return PartsJob(parts)
 
     def prepare(self, copies: CopyList, in_main_memory: MappedCopyService) -> PreparedJob:
@@ -130,7 +130,7 @@ class Devices:
         for index in np.unique(gpu[~is_of_blocks]).tolist():
             rows = np.flatnonzero((gpu == index) & ~is_of_blocks)
             service = in_main_memory if index < 0 else self._services[index]
-            parts.append(Part(rows, service.prepare(copies.select(rows), arenas)))  # type: ignore[arg-type]
+            parts.append(Part(service.prepare(copies.select(rows), arenas), rows))  # type: ignore[arg-type]
         return PartsJob(parts)
 
 

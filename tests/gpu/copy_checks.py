@@ -63,11 +63,11 @@ def copies(seconds: float) -> Outcome:
         for verify in (False, True):
             b.zero_()
             GPU.synchronize()
-            job.run(verify=verify, on_progress=lambda done: None, timeout=60)
+            way = job.run(verify=verify, on_progress=lambda done: None, timeout=60).paths
             assert same(read, written), f"{name}: the copy differs"
             taken = GPU.seconds(lambda job=job, verify=verify: job.run(verify=verify, on_progress=lambda done: None))
-            called = f"{name}{' proven' if verify else ''}"
-            figures[f"{called} GB/s"] = size / taken / 1e9
+            called = f"{name}{' proven' if verify else ''}, {' '.join(way)}"
+            figures[f"{called}, GB/s"] = size / taken / 1e9
             figures[f"{called}, of device copy"] = size / taken / 1e9 / limit
             figures[f"{called}, of plain"] = reference / taken
     return judged(figures)
@@ -101,10 +101,15 @@ def host_copies(seconds: float) -> Outcome:
         read.view(torch.int16).random_()
         GPU.synchronize()
         job = service.prepare(cut(copies_of([(*ends, 2)]))[0], arenas)
-        job.run(verify=False, on_progress=lambda done: None, timeout=60)
-        assert same(read.cpu(), written.cpu()), f"{name}: the copy differs"
-        taken = GPU.seconds(lambda job=job: job.run(verify=False, on_progress=lambda done: None))
-        figures[f"pinned {name} GB/s"] = nbytes / reference / 1e9
-        figures[f"{name} GB/s"] = nbytes / taken / 1e9
-        figures[f"{name}, of pinned"] = reference / taken
+        figures[f"plain pinned {name} GB/s"] = nbytes / reference / 1e9
+        for verify in (False, True):
+            written.zero_()
+            GPU.synchronize()
+            way = job.run(verify=verify, on_progress=lambda done: None, timeout=60).paths
+            assert same(read.cpu(), written.cpu()), f"{name}: the copy differs"
+            taken = GPU.seconds(lambda job=job, verify=verify: job.run(verify=verify, on_progress=lambda done: None))
+            called = f"{name}{' proven' if verify else ''}, {' '.join(way)}"
+            figures[f"{called}, GB/s"] = nbytes / taken / 1e9
+            figures[f"{called}, of plain pinned"] = reference / taken
+    service.close()
     return Outcome(figures)

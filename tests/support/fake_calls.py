@@ -42,9 +42,9 @@ class Calls:
         assert self.call(name, ctypes.byref(value), *arguments) == 0, name
         return value.value
 
-    def left(self) -> dict[str, int]:
-        """Return the counts of what was taken and not given back."""
-        kinds = ("handles", "reservations", "mappings", "contexts")
+    def left(self, *more: str) -> dict[str, int]:
+        """Return the counts of what was taken and not given back; `more` kinds are pins, streams and events."""
+        kinds = ("handles", "reservations", "mappings", "contexts", *more)
         return {kind: self.call("fakeCudaLeft", ctypes.c_char_p(kind.encode())) for kind in kinds}
 
     def queue(self, address: int, value: int, nbytes: int, stream: int = 0) -> int:

@@ -8,7 +8,7 @@
  *   queued work uses it; free of a mapped range; access for a device without a link to the memory's device; export of
  *   a type that the handle was not made for; a memory call during a capture; a synchronise of a context that captures
  *
- * Queued work (cuMemsetD8Async) runs only when its context is synchronised. An unmapped address is inaccessible.
+ * Queued work runs late (fake_cuda_work.h), and copies need pinned main memory. An unmapped address is inaccessible.
  *
  *   FAKE_CUDA_TAG      one word that tells this machine's "GPUs" from those of other tests
  *   FAKE_CUDA_VISIBLE  numbers of the GPUs this process sees, in its order: "0,1"; unset: none
@@ -16,6 +16,7 @@
  *   FAKE_CUDA_PEERS    pairs of linked GPUs: "01,10" lets GPU 0 access memory of GPU 1, and 1 that of 0
  *   FAKE_CUDA_RDMA     "0": the devices do not support gpuDirectRDMACapable; "refused": creation with it fails
  *   FAKE_CUDA_FABRIC   "1": the devices support fabric handles; "refused": they say so, but creation fails
+ *   FAKE_CUDA_PINS     "refused": no main memory can be pinned; "writable": none that is mapped for reading only
  *   FAKE_CUDA_ALONE    "1": no other process uses the GPUs; looking for their memory takes long on a busy machine
  *   FAKE_CUDA_FAIL     "cuMemMap:3": the third call of cuMemMap answers out of memory; "cuMemMap:3+": also all later
  *                      ones; "cuMem:3": counts calls of every function whose name begins so; joined by commas;
@@ -35,7 +36,8 @@
 
 enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
        INVALID_HANDLE = 400, ILLEGAL_ADDRESS = 700, NOT_PERMITTED = 800, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900,
-       CAPTURE_INVALIDATED = 901, CAPTURE_UNMATCHED = 903, CAPTURE_IMPLICIT = 906 };
+       CAPTURE_INVALIDATED = 901, NOT_READY = 600,
+       ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, CAPTURE_UNMATCHED = 903, CAPTURE_IMPLICIT = 906 };
 enum { PAGE = 2 << 20, MAX_GPUS = 16, MAX_DEPTH = 64, MAX_FILES = 4096, MAX = 1024 };
 enum { FD = 1, FABRIC = 8, LEGACY = 1, PER_THREAD = 2, GLOBAL = 0, RELAXED = 2, ACTIVE = 1, BROKEN = 2 };
 
@@ -43,16 +45,13 @@ typedef struct { int type, id; } Location;
 typedef struct { int type, types; Location location; void *win32; unsigned char compression, rdma, rest[6]; } Properties;
 typedef struct { Location location; int flags; } Access;
 typedef struct { int live, fd, gpu, types; size_t size; } Handle;
-typedef struct { uint64_t at; size_t size; int gpu, access; } Range; /* size 0: a free entry */
-typedef struct { uint64_t at; size_t size; int gpu; unsigned char value; } Work;
+typedef struct { uint64_t at; size_t size; int gpu; unsigned char access[MAX_GPUS]; } Range; /* size 0: a free entry */
 typedef struct { int live, gpu, non_blocking, capture, mode; pthread_t thread; } Stream;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int retained[MAX_GPUS], handle_count;
 static Handle handles[MAX * 64]; /* never used twice, so that a released one is noticed */
 static Range reserved[MAX], mapped[MAX];
-static Work queued[MAX];
-static int queued_count;
 static Stream streams[MAX]; /* a stream's handle is its index; 0 to 2 are the driver's own streams */
 static int stream_count = 3;
 static __thread int stack[MAX_DEPTH], depth, thread_mode;
@@ -163,6 +162,7 @@ int cuDeviceGet(int *device, int ordinal) {
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
     switch (attribute) {
     case 102: case 103: *value = 1; break; /* memory management, descriptors */
+    case 113: *value = !is("FAKE_CUDA_PINS", "writable"); break;
     case 110: *value = !is("FAKE_CUDA_RDMA", "0"); break;
     case 128: *value = is("FAKE_CUDA_FABRIC", "1") || is("FAKE_CUDA_FABRIC", "refused"); break;
     default: return INVALID_VALUE;
@@ -238,27 +238,6 @@ static Range *unused(Range *table) {
     return NULL;
 }
 
-int cuCtxSynchronize(void) {
-    ENTER();
-    if (!depth) return INVALID_CONTEXT;
-    int gpu = stack[depth - 1] - 1, found = 0, kept = 0, status = OK;
-    for (int i = 0; i < stream_count; i++)
-        if (streams[i].capture && streams[i].gpu == gpu) streams[i].capture = BROKEN, found = 1;
-    if (found) return CAPTURE_UNSUPPORTED; /* in any mode: it would wait for what has not been launched */
-    for (int i = 0; i < queued_count; i++) {
-        Work work = queued[i];
-        if (work.gpu != gpu) {
-            queued[kept++] = work;
-            continue;
-        }
-        Range *range = overlapping(mapped, work.at, work.size);
-        if (range && range->access == 3) memset((void *)(uintptr_t)work.at, work.value, work.size);
-        else status = ILLEGAL_ADDRESS;
-    }
-    queued_count = kept;
-    return status;
-}
-
 int cuThreadExchangeStreamCaptureMode(int *mode) {
     if (*mode < GLOBAL || *mode > RELAXED) return INVALID_VALUE;
     int before = thread_mode;
@@ -309,15 +288,7 @@ int cuStreamIsCapturing(uint64_t stream, int *status) {
     return OK;
 }
 
-int cuMemsetD8Async(uint64_t at, unsigned char value, size_t size, uint64_t stream) {
-    ENTER();
-    if (!depth) return INVALID_CONTEXT;
-    if (!size || stream >= (uint64_t)stream_count || queued_count == MAX) return INVALID_VALUE;
-    if (waits_for_capture(stream)) return CAPTURE_IMPLICIT;
-    if (streams[stream].capture) return streams[stream].capture == ACTIVE ? OK : CAPTURE_INVALIDATED;
-    queued[queued_count++] = (Work){at, size, stack[depth - 1] - 1, value};
-    return OK;
-}
+#include "fake_cuda_work.h"
 
 int cuMemGetInfo_v2(size_t *free_bytes, size_t *total) {
     ENTER();
@@ -413,7 +384,7 @@ int cuMemAddressReserve(uint64_t *address, size_t size, size_t alignment, uint64
     if (before) munmap(found, before);
     if (before < PAGE) munmap(found + before + size, PAGE - before);
     *address = (uint64_t)(uintptr_t)found + before;
-    *entry = (Range){*address, size, 0, 0};
+    *entry = (Range){.at = *address, .size = size};
     return OK;
 }
 
@@ -427,7 +398,7 @@ int cuMemMap(uint64_t address, size_t size, size_t offset, uint64_t handle, unsi
     if (overlapping(mapped, address, size)) return INVALID_VALUE;
     void *at = (void *)(uintptr_t)address;
     if (!entry || mmap(at, size, PROT_NONE, MAP_SHARED | MAP_FIXED, memory_of->fd, 0) == MAP_FAILED) return OUT_OF_MEMORY;
-    *entry = (Range){address, size, memory_of->gpu, 0};
+    *entry = (Range){.at = address, .size = size, .gpu = memory_of->gpu};
     return OK;
 }
 
@@ -440,8 +411,10 @@ int cuMemSetAccess(uint64_t address, size_t size, const Access *access, size_t c
         if (gpu < 0 || (access[i].flags != 0 && access[i].flags != 1 && access[i].flags != 3)) return INVALID_VALUE;
         if (!is_linked(gpu, range->gpu)) return NOT_SUPPORTED;
     }
-    range->access = access->flags;
-    int protection = access->flags == 3 ? PROT_READ | PROT_WRITE : access->flags ? PROT_READ : PROT_NONE;
+    int most = 0;
+    for (size_t i = 0; i < count; i++) range->access[gpu_of(access[i].location.id)] = (unsigned char)access[i].flags;
+    for (int i = 0; i < MAX_GPUS; i++) most |= range->access[i];
+    int protection = most == 3 ? PROT_READ | PROT_WRITE : most ? PROT_READ : PROT_NONE;
     return mprotect((void *)(uintptr_t)address, size, protection) ? INVALID_VALUE : OK;
 }
 
@@ -449,8 +422,7 @@ int cuMemUnmap(uint64_t address, size_t size) {
     ENTER_UNSAFE();
     Range *range = entry(mapped, address);
     if (!range || range->size != size) return INVALID_VALUE;
-    for (int i = 0; i < queued_count; i++)
-        if (queued[i].at < address + size && address < queued[i].at + queued[i].size) return INVALID_VALUE;
+    if (is_in_use(address, size)) return INVALID_VALUE;
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
     if (mmap((void *)(uintptr_t)address, size, PROT_NONE, flags, -1, 0) == MAP_FAILED) return INVALID_VALUE;
     range->size = 0;
@@ -467,12 +439,15 @@ int cuMemAddressFree(uint64_t address, size_t size) {
 
 /* For tests: what this process has not given back yet. */
 int fakeCudaLeft(const char *what) {
-    int count = 0, of_handles = !strcmp(what, "handles"), of_contexts = !strcmp(what, "contexts");
-    Range *table = !strcmp(what, "mappings") ? mapped : !strcmp(what, "reservations") ? reserved : NULL;
+    int count = 0, of_events = !strcmp(what, "events"), of_streams = !strcmp(what, "streams"), of_handles = !strcmp(what, "handles"), of_contexts = !strcmp(what, "contexts");
+    Range *table = !strcmp(what, "mappings") ? mapped : !strcmp(what, "reservations") ? reserved
+                 : !strcmp(what, "pins") ? pins : NULL;
     for (int i = 1; of_handles && i <= handle_count; i++) count += handles[i].live;
+    for (int i = 1; of_events && i < event_count; i++) count += events[i].live;
+    for (int i = 3; of_streams && i < stream_count; i++) count += streams[i].live;
     for (int i = 0; of_contexts && i < MAX_GPUS; i++) count += retained[i];
     for (int i = 0; table && i < MAX; i++) count += table[i].size != 0;
-    return of_handles || of_contexts || table ? count : -1;
+    return of_handles || of_contexts || of_events || of_streams || table ? count : -1;
 }
 
 int cuGetErrorString(int status, const char **text) {
@@ -483,6 +458,8 @@ int cuGetErrorString(int status, const char **text) {
     case INVALID_CONTEXT: *text = "invalid device context"; return OK;
     case INVALID_HANDLE: *text = "invalid resource handle"; return OK;
     case ILLEGAL_ADDRESS: *text = "an illegal memory access was encountered"; return OK;
+    case ALREADY_REGISTERED: *text = "part or all of the requested memory range is already mapped"; return OK;
+    case NOT_REGISTERED: *text = "pointer does not correspond to a registered memory region"; return OK;
     case NOT_PERMITTED: *text = "operation not permitted"; return OK;
     case NOT_SUPPORTED: *text = "operation not supported"; return OK;
     case CAPTURE_UNSUPPORTED: *text = "operation not permitted when stream is capturing"; return OK;

@@ -130,16 +130,17 @@ JOB = """
 import torch
 from types import SimpleNamespace
 from refitd.addressing.places import LocalTensor
-from refitd.copy_services import copy_kernel, cuda
+from refitd.copy_services import DigestMismatch, boxes, copy_kernel, cuda
 from tests.support.fake_torch.device_shim import Stream
 from tests.support.places import copies_of
 
 cuda.PROGRESS_BYTES = 1 << 16
 size = 1 << 18
 memory = {arena: torch.randint(0, 256, (size,), dtype=torch.uint8) for arena in (1, 2)}
-arenas = {n: SimpleNamespace(address=m.data_ptr(), nbytes=size, writable=True) for n, m in memory.items()}
+arenas = {n: SimpleNamespace(address=m.data_ptr()) for n, m in memory.items()}
 places = [[LocalTensor(arena, at, (25000,), (4,)) for arena in (1, 2)] for at in (0, 100000)]
-job = cuda._KernelJob(copies_of([(*ends, 4) for ends in places]), arenas, Stream(None))
+found = list(boxes.rows(copies_of([(*ends, 4) for ends in places]), {1: size, 2: size}, {2}))
+job = cuda._KernelJob(cuda.Path.KERNEL, found, arenas, Stream(None))
 told = []
 assert job.run(verify=True, on_progress=told.append).bytes == 200000
 assert len(told) >= 3 and told[-1] == 200000 and told == sorted(told), told
@@ -154,7 +155,7 @@ def spoiled(kind, entries, tiles, first, count, differing):
 copy_kernel.launch = spoiled
 try:
     job.run(verify=True, on_progress=told.append)
-except cuda.DigestMismatch as exc:
+except DigestMismatch as exc:
     print("row", exc.copy)
 """
 
