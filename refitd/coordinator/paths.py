@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refitd.addressing.paths import MAIN_MEMORY, Abilities, path
+from refitd.addressing.paths import MAIN_MEMORY, Abilities, Path, path
 from refitd.coordinator.plans import Routed
 from refitd.plan.columns import Ints, numbered
 from refitd.plan.cost import Flows, flows_of
 from refitd.protocol.plan_reports import PathTraffic
 from refitd.protocol.reports import NodeStatus
+
+PAGEABLE = "pageable memory, tensor operations"  # of elements that are converted between two memories
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ def paths_of(routed: Routed, wiring: Wiring) -> tuple[PathTraffic, ...]:
     """Return the traffic on each path, most bytes first."""
     found: dict[tuple[str, str, str, str], list[int]] = {}
     for shared, kind in ((routed.inner, _within), (routed.onward, _within), (routed.crossing, _between)):
-        for src, dst, rows, nbytes in _classes(flows_of(shared.table), routed.node_of, wiring):
-            total = found.setdefault(kind(src, dst, routed.node_of, wiring), [0, 0])
+        for src, dst, converts, rows, nbytes in _classes(flows_of(shared.table), routed.node_of, wiring):
+            total = found.setdefault(kind(src, dst, converts, routed.node_of, wiring), [0, 0])
             total[0] += rows
             total[1] += nbytes
     return tuple(
@@ -54,15 +56,18 @@ def paths_of(routed: Routed, wiring: Wiring) -> tuple[PathTraffic, ...]:
     )
 
 
-def _classes(flows: Flows, node_of: Mapping[int, str], wiring: Wiring) -> list[tuple[int, int, int, int]]:
-    """Return (source rank, destination rank, rows, bytes), with one pair for all pairs that have equal paths."""
+def _classes(flows: Flows, node_of: Mapping[int, str], wiring: Wiring) -> list[tuple[int, int, bool, int, int]]:
+    """Return (source rank, destination rank, whether elements are converted, rows, bytes).
+
+    All pairs of ranks that have equal paths are summed, as one of these pairs.
+    """
     size = 1 + max(node_of, default=-1)
     alike, numbers = np.zeros(size, np.int64), {("", "", False): 0}  # main memory of all nodes is alike
     for rank, gpu in wiring.device_of.items():
         alike[rank] = numbers.setdefault((node_of[rank], gpu, rank in wiring.gpu_ranks), len(numbers))
-    first, which = numbered(alike[flows.src] * len(numbers) + alike[flows.dst])
+    first, which = numbered((alike[flows.src] * len(numbers) + alike[flows.dst]) * 2 + flows.converts)
     rows, nbytes = _summed(flows.rows, which, len(first)), _summed(flows.bytes, which, len(first))
-    columns = (flows.src[first], flows.dst[first], rows, nbytes)
+    columns = (flows.src[first], flows.dst[first], flows.converts[first], rows, nbytes)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
@@ -72,7 +77,9 @@ def _summed(column: Ints, which: Ints, size: int) -> Ints:
     return total
 
 
-def _within(src: int, dst: int, node_of: Mapping[int, str], wiring: Wiring) -> tuple[str, str, str, str]:
+def _within(
+    src: int, dst: int, converts: bool, node_of: Mapping[int, str], wiring: Wiring
+) -> tuple[str, str, str, str]:
     """Return (memory, memory, path, reason) of rows within a node."""
     source, target = wiring.device_of.get(src, MAIN_MEMORY), wiring.device_of.get(dst, MAIN_MEMORY)
     abilities = wiring.abilities.get(node_of[dst], Abilities())
@@ -83,10 +90,15 @@ def _within(src: int, dst: int, node_of: Mapping[int, str], wiring: Wiring) -> t
             reason = "the GPUs cannot address each other's memory"
         elif not abilities.has_kernels:
             reason = "Triton is not installed"
+    if converts and (source or target):
+        name = Path.TENSORS.value if source == target else PAGEABLE
+        return _kind(source), there, name, "elements are converted"
     return _kind(source), there, way.value, reason
 
 
-def _between(src: int, dst: int, node_of: Mapping[int, str], wiring: Wiring) -> tuple[str, str, str, str]:
+def _between(
+    src: int, dst: int, converts: bool, node_of: Mapping[int, str], wiring: Wiring
+) -> tuple[str, str, str, str]:
     """Return (memory, memory, service, reason) of rows between nodes."""
     source, target = wiring.device_of.get(src, MAIN_MEMORY), wiring.device_of.get(dst, MAIN_MEMORY)
     way, reason = wiring.service, ""

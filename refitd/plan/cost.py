@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from refitd.plan.columns import Ints, numbered, offsets_of, ranges
+from refitd.plan.columns import Bools, Ints, numbered, offsets_of, ranges
 from refitd.plan.shared import GlobalPlan
 from refitd.plan.table import CopyTable, Parted
 
@@ -171,10 +171,11 @@ def traffic_of(plan: GlobalPlan) -> Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Flows:
-    """The rows of a table by pair of ranks. A pair may occur more than once."""
+    """The rows of a table by pair of ranks, and whether they convert elements. A pair may occur more than once."""
 
     src: Ints  # [n] rank
     dst: Ints  # [n] rank
+    converts: Bools  # [n]
     rows: Ints  # [n]
     bytes: Ints  # [n]
 
@@ -185,7 +186,7 @@ def flows_of(table: Parted[Any]) -> Flows:
     uses = table.uses
     part = np.repeat(np.arange(len(table.parts)), np.diff(table.parts.start))
     slots = 1 + max(int(rows.src_rank.max(initial=0)), int(rows.dst_rank.max(initial=0)))
-    first, which = numbered((part * slots + rows.src_rank) * slots + rows.dst_rank)
+    first, which = numbered(((part * slots + rows.src_rank) * slots + rows.dst_rank) * 2 + (rows.cast > 0))
     count = np.bincount(which, minlength=len(first)).astype(np.int64)
     nbytes = np.zeros(len(first), np.int64)
     np.add.at(nbytes, which, rows.row_bytes)
@@ -193,4 +194,4 @@ def flows_of(table: Parted[Any]) -> Flows:
     of, at = ranges(begin[uses.part], begin[uses.part + 1] - begin[uses.part])
     ranks_at = (np.cumsum(uses.count, dtype=np.int64) - uses.count)[of]
     src, dst = (uses.ranks[ranks_at + column[first][at]].astype(np.int64) for column in (rows.src_rank, rows.dst_rank))
-    return Flows(src, dst, count[at], nbytes[at])
+    return Flows(src, dst, rows.cast[first][at] > 0, count[at], nbytes[at])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from refitd import ParameterMetadata
 from refitd.config import Config, TransportConfig
-from refitd.protocol import cluster, local
+from refitd.protocol import cluster, local, shards
+from refitd.protocol.codec import digest_of, pack
 from refitd.protocol.plan_reports import PlanReport
 from refitd.protocol.reports import LaneStatus
 from tests.support.coordinator_harness import Harness, commit, reports
@@ -14,6 +16,7 @@ LINKED = (LaneStatus("GPU-a", reaches=(1,)), LaneStatus("GPU-b", reaches=(0,)))
 ALONE = (LaneStatus("GPU-a"), LaneStatus("GPU-b"))
 APART = "the GPUs cannot address each other's memory"
 NO_TRITON = "Triton is not installed"
+CONVERTED = "elements are converted"
 
 
 def asked(h: Harness) -> PlanReport:
@@ -48,6 +51,25 @@ def test_the_path_within_a_node_depends_on_both_memories_and_on_the_node(on, lan
     h.say("n0", local.Publish(member="src", version=1))
     (report,) = reports(commit(h, h.until_staging(), "a"))
     assert paths(report) == [expected], "the swap went the way that the plan shows"
+
+
+@pytest.mark.parametrize(
+    ("on", "path", "reason"),
+    [
+        (("", ""), "shared memory", ""),
+        (("GPU-a", "GPU-a"), "same GPU, tensor operations", CONVERTED),
+        (("GPU-a", "GPU-b"), "pageable memory, tensor operations", CONVERTED),
+        (("", "GPU-a"), "pageable memory, tensor operations", CONVERTED),
+    ],
+)
+def test_converted_elements_take_a_path_of_their_own(on: tuple[str, str], path: str, reason: str) -> None:
+    h = Harness().join(lanes=LINKED, has_kernels=True)
+    wide = shards.shard_of([ParameterMetadata("w", (4, 4), "float32", 4, resolved_name="w", cast_from="bfloat16")])
+    h.say("n0", cluster.DescribeShard(digest=digest_of(wide), packed=pack(wide)))
+    h.add("src", device=on[0])
+    h.add("a", device=on[1], digest=digest_of(wide))
+    (way,) = asked(h).paths
+    assert (way.path, way.reason, way.bytes) == (path, reason, 64)
 
 
 @pytest.mark.parametrize(
