@@ -95,17 +95,19 @@ def _spot(device: Path) -> Spot:
 def cards(sysfs: Path) -> list[Card]:
     """Return the RDMA devices with an active port; without any, the physical network interfaces that are up.
 
-    Bridges, VLANs and other virtual interfaces have no device. Members of a bond have no address of their own.
+    Containers see the RDMA devices of their host, but can use only those that have a file in /dev. Bridges, VLANs and
+    other virtual interfaces have no device.
     """
     found = []
     for device in _folders(sysfs / "class/infiniband"):
         active = [int(port.name) for port in _folders(device / "ports") if "ACTIVE" in _text(port / "state")]
-        if active:
+        files = [sysfs.parent / "dev/infiniband" / one.name for one in _folders(device / "device/infiniband_verbs")]
+        if active and any(os.access(file, os.R_OK | os.W_OK) for file in files):
             found.append(Card(device.name, _spot(device / "device"), min(active)))
     return found or [
         Card(device.name, _spot(device / "device"))
         for device in _folders(sysfs / "class/net")
-        if (device / "device").exists() and not (device / "master").exists() and _text(device / "operstate") == "up"
+        if (device / "device").exists() and _is_up(device)
     ]
 
 
@@ -171,7 +173,11 @@ def variables(lane: LaneStatus, chosen: Mapping[str, str], environ: Mapping[str,
     card = next((card for card in cards(sysfs) if card.name == lane.card), None)
     if card is not None and card.port:
         at = f"{card.name}:{card.port}"
-        wanted = {"NCCL_IB_HCA": f"={at}", "UCX_NET_DEVICES": at, "NVSHMEM_HCA_LIST": at}
+        # UCX still needs the interfaces: it reaches nodes without RDMA by TCP
+        ucx = ",".join(
+            [at, *(path.name for path in _folders(sysfs / "class/net") if _text(path / "operstate") == "up")]
+        )
+        wanted = {"NCCL_IB_HCA": f"={at}", "UCX_NET_DEVICES": ucx, "NVSHMEM_HCA_LIST": at}
     elif lane.card in chosen.values():
         wanted = {"NCCL_SOCKET_IFNAME": f"={lane.card}", "UCX_NET_DEVICES": lane.card}
     else:
@@ -192,6 +198,11 @@ def cpus_of(lane: LaneStatus, sysfs: Path) -> set[int]:
         if first.isdigit():
             found |= set(range(int(first), int(last or first) + 1))
     return found & os.sched_getaffinity(0)
+
+
+def _is_up(interface: Path) -> bool:
+    """Return whether a network interface is up and no member of a bond or bridge, which has no address of its own."""
+    return _text(interface / "operstate") == "up" and not (interface / "master").exists()
 
 
 def _folders(path: Path) -> list[Path]:

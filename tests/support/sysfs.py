@@ -7,15 +7,15 @@ from pathlib import Path
 
 
 class Tree:
-    """Begins without any device. A PCI path is written "16/01.0/00.0": root bus, bridges, device."""
+    """Begins without any device; `root` stands for /sys, and the folder "dev" beside it for /dev."""
 
-    def __init__(self, root: Path, cpus: Mapping[int, str] | None = None) -> None:
-        self.root = root
+    def __init__(self, folder: Path, cpus: Mapping[int, str] | None = None) -> None:
+        self.root = root = folder / "sys"
         for numa, listed in (cpus or {}).items():
             self._write(root / f"devices/system/node/node{numa}/cpulist", listed)
 
     def pci(self, path: str, address: str, numa: int | None = None) -> Path:
-        """Add a PCI device `address` below the bridges in `path`; return its folder."""
+        """Add a PCI device `address` below `path` (a root bus and bridges: "16/16:01.0"); return its folder."""
         bus, *bridges = path.split("/")
         folder = self.root.joinpath("devices", f"pci0000:{bus}", *(f"0000:{bridge}" for bridge in bridges), address)
         folder.mkdir(parents=True)
@@ -34,8 +34,12 @@ class Tree:
             self._link(folder / "master", self.root / "class/net" / master)
         self._link(self.root / "class/net" / name, folder)
 
-    def rdma(self, name: str, device: Path, state: str = "4: ACTIVE") -> None:
+    def rdma(self, name: str, device: Path, state: str = "4: ACTIVE", *, has_file: bool = True) -> None:
+        """Add an RDMA device; containers see those of their host without a file in /dev."""
         folder = device / "infiniband" / name
+        self._write(device / f"infiniband_verbs/u{name}/dev", "231:192")
+        if has_file:
+            self._write(self.root.parent / f"dev/infiniband/u{name}", "")
         self._write(folder / "ports/1/state", state)
         self._link(folder / "device", device)
         self._link(self.root / "class/infiniband" / name, folder)
@@ -56,12 +60,12 @@ def gpu_address(gpu: int) -> str:
     return f"0000:{0x1A + 0x10 * gpu:02x}:00.0"
 
 
-def dgx(root: Path, cpus: tuple[str, str] = ("0", "1")) -> Tree:
+def dgx(folder: Path, cpus: tuple[str, str] = ("0", "1")) -> Tree:
     """8 GPUs, 8 RDMA cards and 2 more for storage, on 2 NUMA nodes.
 
     GPU i and card mlx5_(i+1) share a switch, 2 GPUs a root; mlx5_0 and mlx5_9 are for storage.
     """
-    tree = Tree(root, dict(enumerate(cpus)))
+    tree = Tree(folder, dict(enumerate(cpus)))
     for gpu in range(8):
         pair, numa = gpu // 2, gpu // 4
         switch = f"{pair}0/{pair}0:01.0/{pair}1:0{gpu % 2}.0"

@@ -63,6 +63,7 @@ def interfaces(tree: Tree) -> None:
     tree.interface("eth1", devices[1])
     tree.interface("eth2", devices[2], master="bond0")
     tree.rdma("mlx5_0", devices[0], "1: DOWN")
+    tree.rdma("mlx5_1", devices[1], has_file=False)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,8 @@ def test_the_configuration_overrides_and_a_wrong_name_is_refused_with_those_that
             lanes_of(gpus(2), 2, wanted, tree.root)
 
 
-RDMA = {"NCCL_IB_HCA": "=mlx5_2:1", "UCX_NET_DEVICES": "mlx5_2:1", "NVSHMEM_HCA_LIST": "mlx5_2:1"}
+INTERFACES = ",".join(f"ens{i}" for i in range(8))
+RDMA = {"NCCL_IB_HCA": "=mlx5_2:1", "UCX_NET_DEVICES": f"mlx5_2:1,{INTERFACES}", "NVSHMEM_HCA_LIST": "mlx5_2:1"}
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_workers_start_with_their_card_on_the_cpus_of_their_gpu(tmp_path: Path) 
         for worker, card, cpus in ((0, "mlx5_1", {usable[0]}), (1, "mlx5_8", {usable[-1]}), (2, "mlx5_0", {*usable})):
             pid = ready(workers, worker)
             assert os.sched_getaffinity(pid) == cpus
-            assert f"UCX_NET_DEVICES={card}:1".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            assert f"NCCL_IB_HCA=={card}:1".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         assert os.sched_getaffinity(0) == {*usable}
     finally:
         workers.close()

@@ -34,7 +34,8 @@ def test_workers_use_the_cards_and_the_cpus_closest_to_their_gpus(
     ]
     for pid, lane in zip(node.workers, node.lanes, strict=True):
         words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-        assert {f"NCCL_IB_HCA=={lane.card}:1", f"UCX_NET_DEVICES={lane.card}:1", "NVSHMEM_HCA_LIST=mine"} <= {*words}
+        assert {f"NCCL_IB_HCA=={lane.card}:1", "NVSHMEM_HCA_LIST=mine"} <= {*words}
+        assert any(word.startswith(f"UCX_NET_DEVICES={lane.card}:1,ens0,") for word in words)
         assert os.sched_getaffinity(pid) == ({cpu} if lane.gpu else os.sched_getaffinity(0))
 
     with pytest.raises(ProcessFailed, match=r"node\.cards: '1' has 'mlx5_77', .* network cards: .*mlx5_0, mlx5_1, "):
