@@ -109,6 +109,7 @@ from .states import (
 from .transforms import ReshardTransform as ReshardTransform
 from .transforms import CastTransform as CastTransform
 from .mxfp8.transform import MXFP8ReshardTransform as MXFP8ReshardTransform
+from .mxfp8.buffers import FP8Buffer as FP8Buffer
 from .mxfp8.buffers import MXFP8Buffer as MXFP8Buffer
 
 __version__: str

@@ -5,6 +5,7 @@ swizzled scales, of whole tiles of 128 rows. The result therefore does not depen
 
     row-major    the tensor as one row: 2**20 elements in each piece
     swizzled     a multiple of 128 rows, about 2**20 elements in each piece
+    tiles        the same, of one matrix
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from math import prod
 from typing import ClassVar, Self, TypeVar
 
@@ -23,6 +25,7 @@ from refitd.buffers.layout import row_major_strides
 from refitd.dtypes import BLOCK_SIZES
 from refitd.errors import TransportError
 from refitd.mxfp8.format import BLOCK, ROUNDINGS, TILE_ROWS, Rounding, swizzled_bytes
+from refitd.mxfp8.fp8 import tiles_shape
 from refitd.plan.columns import Columns, ranges
 from refitd.plan.table import BOXES, CopyTable, CrossingTable, FillTable, PlanTable, RegionTable
 
@@ -381,8 +384,9 @@ def equal_shares(nbytes: Int64, shares: int) -> Int64:
 
 PIECE = 1 << 20  # elements
 GPU_PIECE = 1 << 28  # a GPU converts smaller pieces faster than they can be queued
-QUANTIZE, QUANTIZE_SWIZZLED, SWIZZLE = 0, 1, 2
+QUANTIZE, QUANTIZE_SWIZZLED, SWIZZLE, QUANTIZE_TILES = 0, 1, 2, 3
 ELEMENT_BYTES = 2  # of bfloat16, the dtype that is quantized
+SCALE_BYTES = 4  # of the scale of a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,8 +435,8 @@ def check_piece(pieces: ConversionList, row: int) -> tuple[int, int, int, int]:
     """
     kind, rounding = int(pieces.kind[row]), int(pieces.rounding[row])
     rows, columns = pieces.size[row].tolist()
-    fits = QUANTIZE <= kind <= SWIZZLE and 0 <= rounding < len(ROUNDINGS) and rows > 0 and columns >= BLOCK
-    if not fits or columns % BLOCK:
+    fits = QUANTIZE <= kind <= QUANTIZE_TILES and 0 <= rounding < len(ROUNDINGS) and rows > 0 and columns > 0
+    if not fits or (columns % BLOCK and kind != QUANTIZE_TILES):
         raise TransportError(
             f"conversion {row}: there is no conversion {kind} of [{rows}, {columns}], rounding {rounding}"
         )
@@ -455,8 +459,17 @@ def pieces_of(made: Sequence[Made], piece: int = PIECE, on_gpus: Collection[int]
                 found.append((*head, *places, 1, min(piece, total - start)))
             continue
         columns = one.shape[-1]
-        blocks, rows = columns // BLOCK, total // columns
         high = max(1, piece // (TILE_ROWS * columns)) * TILE_ROWS
+        if one.kind == QUANTIZE_TILES:
+            rows = one.shape[-2]
+            tiles = prod(tiles_shape((rows, columns)))
+            for number, row in product(range(total // (rows * columns)), range(0, rows, high)):
+                at = (number * rows + row) * columns
+                scale = one.scale + SCALE_BYTES * (number * tiles + prod(tiles_shape((row, columns))))
+                places = one.source + at * ELEMENT_BYTES, one.data + at, scale
+                found.append((*head, *places, min(high, rows - row), columns))
+            continue
+        blocks, rows = columns // BLOCK, total // columns
         for row in range(0, rows, high):
             source = one.source + row * (blocks if one.kind == SWIZZLE else columns * ELEMENT_BYTES)
             places = source, one.data + row * columns, one.scale + swizzled_bytes(row, blocks)

@@ -21,7 +21,7 @@ from refitd.dtypes import dtype_name
 from refitd.errors import CommitError, PlanError, RefusedError
 from refitd.mxfp8.buffers import CheckedBuffer, held_of, holds_columns
 from refitd.mxfp8.format import Rounding
-from refitd.mxfp8.parts import DATA_DTYPE, SCALE_DTYPE, check_blocks, parts_of
+from refitd.mxfp8.parts import DATA_DTYPE, SCALE_DTYPE, check_blocks, check_tiles, parts_of
 from refitd.protocol.shards import Conversion, DerivedTensor, HeldTensor, KeptTensor, shard_of, staged
 from refitd.text import shown
 
@@ -203,7 +203,7 @@ class TargetTensors(TensorSet):
                 )
             if m.name in buffers:
                 try:
-                    check_blocks(m)
+                    (check_tiles if buffers[m.name].is_tiled else check_blocks)(m)
                 except RefusedError as exc:
                     problems.append(str(exc))
         swizzled = [name for name, held in buffers.items() if held.swizzled is not None]
@@ -230,6 +230,11 @@ class TargetTensors(TensorSet):
             at, made = len(wire), len(held)
             rounding = found.rounding or Rounding.RCEIL
             names, shapes = (f"{m.name}.data", f"{m.name}.scale"), (tuple(m.shape), tuple(scale.shape))
+            if found.is_tiled:
+                wire.append(m)
+                held += [HeldTensor(names[0], shapes[0], DATA_DTYPE), HeldTensor(names[1], shapes[1], "float32")]
+                conversions.append(Conversion("quantize-tiles", at, (made, made + 1)))
+                continue
             if not convert_on_send:
                 wire.append(m)
                 held += [HeldTensor(names[0], shapes[0], DATA_DTYPE), HeldTensor(names[1], shapes[1], SCALE_DTYPE)]

@@ -8,7 +8,7 @@ from math import prod
 
 import xxhash
 
-from refitd.addressing.copies import QUANTIZE, QUANTIZE_SWIZZLED, SWIZZLE, Made
+from refitd.addressing.copies import QUANTIZE, QUANTIZE_SWIZZLED, QUANTIZE_TILES, SWIZZLE, Made
 from refitd.addressing.places import LocalTensor, Places, places_of
 from refitd.buffers.layout import extent, row_major_strides
 from refitd.commit.target_state import Suspended, fresh, step_of
@@ -16,6 +16,7 @@ from refitd.daemon.members import Arena, LocalMember, Registration, SourceSide, 
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import RefusedError
 from refitd.mxfp8.format import BLOCK, swizzled_bytes
+from refitd.mxfp8.fp8 import tiles_shape
 from refitd.mxfp8.parts import DATA_DTYPE, SCALE_DTYPE
 from refitd.protocol.codec import digest_of, pack
 from refitd.protocol.local import RegisterSource, RegisterTarget
@@ -106,7 +107,7 @@ def check_held(r: RegisterTarget) -> None:
 
 
 def _check_conversion(r: RegisterTarget, conversion: Conversion) -> None:
-    wanted = 2 if conversion.kind == "quantize" else 1
+    wanted = 1 if conversion.kind == "swizzle" else 2
     if conversion.wire >= len(r.shard.tensors) or any(index >= len(r.held) for index in conversion.held):
         raise RefusedError(f"model {r.model!r} rank {r.rank}: a conversion names tensors that there are not")
     source, held = r.shard.tensors[conversion.wire], [r.held[index] for index in conversion.held]
@@ -127,6 +128,12 @@ def _made(source: WireTensor, conversion: Conversion) -> list[tuple[tuple[int, .
         if source.dtype != SCALE_DTYPE or not shape:
             raise RefusedError(f"{source.name}: {source.dtype} {list(shape)} are no scales to be swizzled")
         return [((swizzled_bytes(prod(shape[:-1]), shape[-1]),), SCALE_DTYPE)]
+    if conversion.kind == "quantize-tiles":
+        if source.dtype != "bfloat16" or len(shape) < 2:
+            raise RefusedError(
+                f"{source.name}: {source.dtype} {list(shape)} cannot be made FP8; expected bfloat16 [n, k]"
+            )
+        return [(shape, DATA_DTYPE), (tiles_shape(shape), "float32")]
     if source.dtype != "bfloat16" or not shape or shape[-1] % BLOCK:
         raise RefusedError(
             f"{source.name}: {source.dtype} {list(shape)} cannot be made MXFP8; expected bfloat16 with a last "
@@ -188,7 +195,7 @@ def made_in(r: RegisterTarget, arena: int, landing: int) -> Sequence[Made]:
             shape = (*source.shape[:-1], source.shape[-1] * BLOCK)
             found.append(Made(SWIZZLE, shape, read, arena, at, 0, held[c.held[0]]))
             continue
-        kind = QUANTIZE_SWIZZLED if c.swizzled else QUANTIZE
+        kind = QUANTIZE_TILES if c.kind == "quantize-tiles" else QUANTIZE_SWIZZLED if c.swizzled else QUANTIZE
         data, scale = held[c.held[0]], held[c.held[1]]
         found.append(Made(kind, source.shape, read, arena, at, data, scale, c.rounding))
     return found

@@ -1,4 +1,4 @@
-"""MXFP8 in torch tensors: buffers of data and scales, and conversions into them, in place, on any device.
+"""MXFP8 and FP8 in torch tensors: buffers of data and scales, and conversions into them, in place, on any device.
 
 Scales are handled only as bytes: torch rounds numbers when it converts them to float8_e8m0fnu, and cannot copy that
 dtype on every device.
@@ -17,7 +17,9 @@ import torch
 from refitd.dtypes import dtype_name
 from refitd.errors import RefusedError
 from refitd.mxfp8 import format as fmt
+from refitd.mxfp8 import fp8
 from refitd.mxfp8.format import BLOCK, TILE_BLOCKS, TILE_ROWS, Rounding, Scratch, swizzled_bytes
+from refitd.mxfp8.fp8 import TILE, tiles_shape
 
 DATA_DTYPES = (torch.uint8, torch.float8_e4m3fn)
 _EXACT = (torch.Tensor, torch.nn.Parameter)
@@ -67,12 +69,41 @@ class MXFP8Buffer:
 
 
 @dataclass(frozen=True, eq=False)
+class FP8Buffer:
+    """A tensor in FP8 with fixed memory: `weight` and `weight_scale_inv` of DeepSeek-V3 and Kimi-K2.
+
+    Attributes:
+        data: E4M3 elements in the tensor's shape [..., n, k], as uint8 or float8_e4m3fn.
+        scale: float32 [..., ceil(n / 128), ceil(k / 128)], one for each tile of 128 x 128.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], *, device: Any = None) -> FP8Buffer:
+        """Return a buffer of this shape, all zeros."""
+        data = torch.zeros(shape, dtype=torch.float8_e4m3fn, device=device)
+        return cls(data, torch.zeros(tiles_shape(shape), device=device))
+
+    def quantize(self, values: torch.Tensor) -> None:
+        """Write values (bfloat16, shaped like `data`) in place."""
+        held = held_of("values", self)
+        assert held.scale is not None
+        quantize_tiles(values, held.data, held.scale)
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the values in bfloat16."""
+        return held_of("values", self).dequantize()
+
+
+@dataclass(frozen=True, eq=False)
 class CheckedBuffer:
     """The checked content of a buffer object, as bytes.
 
     Attributes:
         data: uint8 in the tensor's shape.
-        scale: uint8, row-major, one per block; None if the scales are swizzled.
+        scale: uint8, row-major, one per block; None if the scales are swizzled. FP8: float32, one per tile.
         swizzled: uint8, 1-D; None if they are not.
         rounding: the buffer's rounding, if it has one.
     """
@@ -81,6 +112,11 @@ class CheckedBuffer:
     scale: torch.Tensor | None
     swizzled: torch.Tensor | None
     rounding: Rounding | None
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether this is FP8 with tiles of 128 x 128."""
+        return self.scale is not None and self.scale.dtype == torch.float32
 
     def new_scale(self) -> torch.Tensor:
         """Return an uninitialised tensor for row-major scales."""
@@ -110,6 +146,10 @@ class CheckedBuffer:
 
     def dequantize(self) -> torch.Tensor:
         """Return the values in bfloat16."""
+        if self.is_tiled and self.scale is not None:
+            wide = self.scale.repeat_interleave(TILE, -2)[..., : self.data.shape[-2], :]
+            wide = wide.repeat_interleave(TILE, -1)[..., : self.data.shape[-1]]
+            return (self.data.view(torch.float8_e4m3fn).float() * wide).bfloat16()
         data, rows = self.data.cpu(), self.rows().cpu()
         found = torch.empty(data.shape, dtype=torch.bfloat16)
         for code, scale, value in _matrices(data, rows, found.view(torch.int16)):
@@ -128,7 +168,8 @@ def is_quantized(value: object) -> bool:
 def held_of(name: str, value: object) -> CheckedBuffer:
     """Return the checked content of a buffer object.
 
-    It may be an MXFP8Buffer, any object with tensors `data` and `scale`, or Transformer Engine's MXFP8Tensor.
+    It may be an MXFP8Buffer, an FP8Buffer, any object with such tensors `data` and `scale`, or Transformer Engine's
+    MXFP8Tensor. FP8 has scales in float32.
 
     Raises:
         RefusedError: it is something else, or its data and scales are inconsistent; names it.
@@ -137,6 +178,8 @@ def held_of(name: str, value: object) -> CheckedBuffer:
     if parts is None:
         raise RefusedError(f"{name}: {type(value).__name__} is no MXFP8 tensor; expected one with `data` and `scale`")
     data, scale, may_be_padded, said_swizzled = parts
+    if scale.dtype == torch.float32:
+        return _tiled(name, data, scale)
     if data.dtype not in DATA_DTYPES or scale.dtype not in SCALE_DTYPES:
         raise RefusedError(
             f"{name}: data is {dtype_name(data.dtype)} and scale {dtype_name(scale.dtype)}, expected float8_e4m3fn and "
@@ -169,6 +212,18 @@ def held_of(name: str, value: object) -> CheckedBuffer:
         f"{name}: the scale of {list(data.shape)} has shape {list(scale.shape)}, expected {list(plain)}, or [{flat}] "
         "where it is swizzled"
     )
+
+
+def _tiled(name: str, data: torch.Tensor, scale: torch.Tensor) -> CheckedBuffer:
+    """Return the checked content of FP8 with tiles; raises like `held_of`."""
+    if data.dtype not in DATA_DTYPES or data.ndim < 2 or scale.shape != tiles_shape(tuple(data.shape)):
+        raise RefusedError(
+            f"{name}: FP8 of {dtype_name(data.dtype)} {list(data.shape)} with float32 scales {list(scale.shape)}, "
+            f"expected float8_e4m3fn or uint8 [..., n, k] and one scale for each tile of {TILE} x {TILE}"
+        )
+    if not data.is_contiguous() or not scale.is_contiguous() or data.device != scale.device:
+        raise RefusedError(f"{name}: data and scale must be contiguous and on one device")
+    return CheckedBuffer(data.detach().view(torch.uint8), scale.detach(), None, None)
 
 
 def _parts(value: object) -> tuple[torch.Tensor, torch.Tensor, bool, bool] | None:
@@ -228,6 +283,30 @@ def quantize(
         memory[name] = Scratch.of(name)
     for value, code, row in _matrices(values.detach().view(words), data, scale):
         fmt.quantize(value.numpy().view(name), code.numpy(), row.numpy(), rounding, memory[name])
+
+
+def quantize_tiles(values: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
+    """Convert bfloat16 values into existing FP8: uint8 `data` of equal shape, float32 `scale` of its tiles.
+
+    Raises:
+        RefusedError: the values are not bfloat16.
+    """
+    if values.dtype != torch.bfloat16 or values.shape != data.shape:
+        raise RefusedError(
+            f"values are {dtype_name(values.dtype)} {list(values.shape)}, expected bfloat16 {list(data.shape)}"
+        )
+    matrices = (t.reshape(-1, *t.shape[-2:]) if t.ndim != 3 else t for t in (values.detach(), data, scale))
+    for value, code, tile in zip(*matrices, strict=True):
+        if value.device.type == "cpu":
+            fp8.quantize_tiles(value.view(torch.int16).numpy().view("uint16"), code.numpy(), tile.numpy())
+            continue
+        for row in range(0, len(value), TILE):  # a stripe of tiles at a time, to bound the memory in float32
+            stripe = value[row : row + TILE].float()
+            columns = stripe.abs().amax(dim=0)
+            amax = torch.nn.functional.pad(columns, (0, -len(columns) % TILE)).view(-1, TILE).amax(dim=1)
+            tile[row // TILE] = amax.clamp(1e-4) / 448.0
+            stripe /= tile[row // TILE].repeat_interleave(TILE)[: stripe.shape[1]]
+            code[row : row + TILE] = stripe.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def _matrices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

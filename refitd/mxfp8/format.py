@@ -117,7 +117,7 @@ def dequantize(data: Bytes, scales: Bytes, words: Words) -> None:
         column = slice(block.start * BLOCK, block.stop * BLOCK)
         code, scale = data[row, column], scales[row, block]
         found = values[: code.size].reshape(*scale.shape, BLOCK)
-        np.take(_VALUES, code.reshape(found.shape), out=found, mode="clip")
+        np.take(VALUES, code.reshape(found.shape), out=found, mode="clip")
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             found *= _POWERS[scale][..., None]
         bits = found.view(np.uint32).reshape(code.shape)
@@ -400,5 +400,5 @@ def _subnormals() -> Bytes:
 
 
 _SUBNORMALS: Final = _subnormals()
-_VALUES: Final = _values()
+VALUES: Final = _values()  # of the 256 E4M3 bytes
 _POWERS: Final = _powers()

@@ -16,6 +16,7 @@ from refitd.describe.metadata import ParameterMetadata, Repeat, Tile
 from refitd.dtypes import dtype_name, element_size
 from refitd.errors import RefusedError
 from refitd.mxfp8.format import BLOCK, ROUNDINGS
+from refitd.mxfp8.fp8 import TILE
 
 DATA_DTYPE, SCALE_DTYPE = "float8_e4m3fn", "uint8"
 # never part of a module's parameter name
@@ -69,6 +70,34 @@ def check_blocks(meta: ParameterMetadata) -> None:
             raise RefusedError(
                 f"{meta.name}: {problem}, and a block of {BLOCK} here is no block of the whole tensor: converting the "
                 f"shard would give other bytes; cut the last dimension at multiples of {BLOCK}"
+            )
+
+
+def check_tiles(meta: ParameterMetadata) -> None:
+    """Check that tiles of 128 x 128 of the local tensor are whole tiles of the canonical tensor, as `check_blocks`.
+
+    Raises:
+        RefusedError: they are not, or the description is invalid; names the tensor.
+    """
+    if problems := layout_problems(meta):
+        raise RefusedError("; ".join(problems))
+    whole = global_shape_of(meta)
+    for tile in tiles_of(meta):
+        columns = meta.shape[-1] if len(meta.shape) > 1 else 0
+        ends = [low + n for low, n in zip(tile.offset, tile.size, strict=True)]
+        is_odd = len(tile.size) != len(meta.shape) or len(meta.shape) < 2 or tile.local_stride[-2:] != (columns, 1)
+        if not is_odd:
+            row, column = divmod(tile.local_offset, columns)
+            last = zip(ends[-2:], tile.size[-2:], (whole or ends)[-2:], strict=True)
+            is_odd = any(n % TILE and end != extent for end, n, extent in last)
+            is_odd |= any(n % TILE for n in (*tile.offset[-2:], row % meta.shape[-2], column))
+            is_odd |= tile.repeat is not None and any(
+                n % TILE for n in (tile.repeat.step, tile.size[-2], tile.repeat.local_step // columns)
+            )
+        if is_odd:
+            raise RefusedError(
+                f"{meta.name}: its part of {tile.tensor} at {list(tile.offset)} of {list(tile.size)} cuts tiles of "
+                f"{TILE} x {TILE}; FP8 needs dimensions that are cut at multiples of {TILE}"
             )
 
 

@@ -375,6 +375,8 @@ def _checked(
         owners[key] = name
         try:
             found[key] = held_of(name, buffers[key])
+            if found[key].is_tiled:
+                problems.append(f"{name}: it is FP8, and this transform writes MXFP8; register it with a daemon")
             if converts:
                 check_device(name, found[key].data.device)
         except RefusedError as exc:

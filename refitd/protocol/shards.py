@@ -248,9 +248,10 @@ class Conversion(Value, frozen=True, omit_defaults=True):
 
     quantize: `wire` in bfloat16 becomes `held` (data, scale), row-major or `swizzled`.
     swizzle:  `wire`, row-major scales, becomes `held` (scale), swizzled.
+    quantize-tiles: `wire` in bfloat16 becomes `held` (data, scale) in FP8, with a float32 scale per tile of 128 x 128.
     """
 
-    kind: Literal["quantize", "swizzle"]
+    kind: Literal["quantize", "swizzle", "quantize-tiles"]
     wire: Small
     held: tuple[Small, ...]
     rounding: Rounding = Rounding.RCEIL

@@ -5,15 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
-from refitd.addressing.copies import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, check_piece
+from refitd.addressing.copies import (
+    ELEMENT_BYTES,
+    QUANTIZE,
+    QUANTIZE_SWIZZLED,
+    QUANTIZE_TILES,
+    SCALE_BYTES,
+    SWIZZLE,
+    ConversionList,
+    check_piece,
+)
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services import PreparedJob, RunResult
 from refitd.errors import TransportError
 from refitd.mxfp8.format import BLOCK, ROUNDINGS, Rounding, Scratch, quantize, swizzle, swizzled_bytes
+from refitd.mxfp8.fp8 import quantize_tiles, tiles_shape
 
 PROGRESS_BYTES = 8 << 20
 
@@ -44,10 +55,14 @@ class _ConversionPiece:
     data: Bytes | None
     rows: Bytes | None  # row-major scales, an output or an input; None if they are only an intermediate result
     swizzled: Bytes | None
+    tiles: npt.NDArray[np.float32] | None = None  # the scales of FP8
 
     def convert(self, memory: _Buffers) -> None:
         """Write the piece's outputs."""
         rows = self.rows
+        if self.tiles is not None and self.words is not None and self.data is not None:
+            quantize_tiles(self.words, self.data, self.tiles)
+            return
         if self.words is not None and self.data is not None:
             if rows is None:
                 rows = memory.rows_of((self.words.shape[0], self.words.shape[1] // BLOCK))
@@ -99,11 +114,15 @@ def _piece(pieces: ConversionList, row: int, arenas: Mapping[int, MappedArena]) 
         return arena.bytes[offset : offset + nbytes]
 
     source, scale = int(pieces.source[row]), int(pieces.scale[row])
-    swizzled = None if kind == QUANTIZE else view(scale, swizzled_bytes(rows, blocks))
+    swizzled = view(scale, swizzled_bytes(rows, blocks)) if kind in (QUANTIZE_SWIZZLED, SWIZZLE) else None
     if kind == SWIZZLE:
         read = view(source, rows * blocks, here).reshape(rows, blocks)
         return _ConversionPiece(read.nbytes, Rounding.RCEIL, None, None, read, swizzled)
     words = view(source, rows * columns * ELEMENT_BYTES, here).view(np.uint16).reshape(rows, columns)
     data = view(int(pieces.data[row]), rows * columns).reshape(rows, columns)
+    if kind == QUANTIZE_TILES:
+        shape = tiles_shape((rows, columns))
+        tiles = view(scale, SCALE_BYTES * prod(shape)).view(np.float32).reshape(shape)
+        return _ConversionPiece(words.nbytes, Rounding.RCEIL, words, data, None, None, tiles)
     plain = view(scale, rows * blocks).reshape(rows, blocks) if kind == QUANTIZE else None
     return _ConversionPiece(words.nbytes, ROUNDINGS[at], words, data, plain, swizzled)

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from math import prod
 
 import torch
 
-from refitd.addressing.copies import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, CopyList, check_piece
+from refitd.addressing.copies import (
+    ELEMENT_BYTES,
+    QUANTIZE,
+    QUANTIZE_SWIZZLED,
+    QUANTIZE_TILES,
+    SCALE_BYTES,
+    SWIZZLE,
+    ConversionList,
+    CopyList,
+    check_piece,
+)
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import MappedDeviceArena
 from refitd.copy_services import DigestMismatch, PreparedJob, RunResult
@@ -15,8 +26,9 @@ from refitd.copy_services.pieces import Piece, box_of
 from refitd.copy_services.waits import on_streams
 from refitd.errors import TransportError
 from refitd.mxfp8.blocks import Converter
-from refitd.mxfp8.buffers import CheckedBuffer, check_device, quantize
+from refitd.mxfp8.buffers import CheckedBuffer, check_device, quantize, quantize_tiles
 from refitd.mxfp8.format import BLOCK, ROUNDINGS, Scratch, swizzled_bytes
+from refitd.mxfp8.fp8 import tiles_shape
 
 _DEFAULT_S = 600.0
 _STEP_BYTES = 1 << 20  # of each step of a copy; a multiple of every block
@@ -108,13 +120,17 @@ def _piece(
         return arena.tensor[offset : offset + nbytes]
 
     source, scale = int(pieces.source[row]), int(pieces.scale[row])
-    swizzled = None if kind == QUANTIZE else view(scale, swizzled_bytes(rows, blocks))
+    swizzled = view(scale, swizzled_bytes(rows, blocks)) if kind in (QUANTIZE_SWIZZLED, SWIZZLE) else None
     if kind == SWIZZLE:
         read = view(source, rows * blocks, here).view(rows, blocks)
         return lambda: CheckedBuffer(read, None, swizzled, None).lay_out(read)
     values = view(source, rows * columns * ELEMENT_BYTES, here).view(torch.bfloat16).view(rows, columns)
-    check_device(f"conversion {row}", values.device)
     data = view(int(pieces.data[row]), rows * columns).view(rows, columns)
+    if kind == QUANTIZE_TILES:
+        shape = tiles_shape((rows, columns))
+        tiles = view(scale, SCALE_BYTES * prod(shape)).view(torch.float32).view(shape)
+        return lambda: quantize_tiles(values, data, tiles)
+    check_device(f"conversion {row}", values.device)
     held = CheckedBuffer(
         data, view(scale, rows * blocks).view(rows, blocks) if kind == QUANTIZE else None, swizzled, None
     )

@@ -178,7 +178,7 @@ def test_scales_that_arrive_are_swizzled() -> None:
         ({"source": 4090}, "leave arena 1"),
         ({"data": -64}, "leave arena 1"),
         ({"scale": 4096}, "leave arena 1"),
-        ({"kind": 3}, "no conversion 3"),
+        ({"kind": 4}, "no conversion 4"),
         ({"rounding": 2}, "rounding 2"),
         ({"size": 40}, r"\[40, 40\]"),
         ({"arena": 2}, "arena 2 is not mapped"),
