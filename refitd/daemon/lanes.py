@@ -173,11 +173,9 @@ def variables(lane: LaneStatus, chosen: Mapping[str, str], environ: Mapping[str,
     card = next((card for card in cards(sysfs) if card.name == lane.card), None)
     if card is not None and card.port:
         at = f"{card.name}:{card.port}"
-        # UCX still needs the interfaces: it reaches nodes without RDMA by TCP
-        ucx = ",".join(
-            [at, *(path.name for path in _folders(sysfs / "class/net") if _text(path / "operstate") == "up")]
-        )
-        wanted = {"NCCL_IB_HCA": f"={at}", "UCX_NET_DEVICES": ucx, "NVSHMEM_HCA_LIST": at}
+        # by the interfaces UCX reaches nodes without RDMA
+        ucx = [at, *(interface.name for interface in _folders(sysfs / "class/net") if _is_up(interface))]
+        wanted = {"NCCL_IB_HCA": f"={at}", "UCX_NET_DEVICES": ",".join(ucx), "NVSHMEM_HCA_LIST": at}
     elif lane.card in chosen.values():
         wanted = {"NCCL_SOCKET_IFNAME": f"={lane.card}", "UCX_NET_DEVICES": lane.card}
     else:

@@ -26,11 +26,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> fake_cuda.FakeGpus:
 class Paused:
     """An engine on GPU 0 whose weights fill three quarters of it, and its controller's calls."""
 
-    def __init__(self, daemon: Daemon, given: Tensors) -> None:
+    def __init__(self, daemon: Daemon, given: Tensors, slots: int) -> None:
         self.daemon, self.given = daemon, given
         self.calls: list[tuple[str, int | None, bool]] = []  # hook, version, whether the engine had its old weights
         self.trainer, self.engine = daemon.connect("trainer"), daemon.connect("engine")
-        self.source = self.trainer.register_source("policy", given, slots=1)
+        self.source = self.trainer.register_source("policy", given, slots=slots)
         self.live = allocated(self.engine, {"w": torch.zeros(LIVE, dtype=torch.uint8)}, "cuda:0")
         self.served = 0
         self.target = controlled(
@@ -75,7 +75,7 @@ def test_an_engine_that_fills_its_gpu_is_paused_written_in_place_and_proven(
     daemon: Daemon, gpus: fake_cuda.FakeGpus, source_on: str
 ) -> None:
     given = {"w": torch.zeros(LIVE, dtype=torch.uint8)}
-    fleet = Paused(daemon, private(given, 1) if source_on == "other GPU" else given)
+    fleet = Paused(daemon, private(given, 1) if source_on == "other GPU" else given, 1)
     with pytest.raises(refitd.RefitdError, match=r"asked for on GPU 0, \d+ of \d+ are free"):
         fleet.engine.allocate({"staging": ((LIVE,), torch.uint8)}, device="cuda:0")
     address = fleet.live["w"].data_ptr()
@@ -92,10 +92,10 @@ def test_an_engine_that_fills_its_gpu_is_paused_written_in_place_and_proven(
     fleet.close()
 
 
-def test_a_death_while_it_is_written_poisons_it_by_name_and_the_next_swap_recovers_it(
+def test_a_death_while_it_is_written_poisons_it_by_name_and_the_source_still_has_the_old_version(
     daemon: Daemon, gpus: fake_cuda.FakeGpus
 ) -> None:
-    fleet = Paused(daemon, {"w": torch.zeros(LIVE, dtype=torch.uint8)})
+    fleet = Paused(daemon, {"w": torch.zeros(LIVE, dtype=torch.uint8)}, 2)
     fleet.swap(1)
     victim = fleet.worker()
     fleet.publish(2)
@@ -108,7 +108,10 @@ def test_a_death_while_it_is_written_poisons_it_by_name_and_the_next_swap_recove
     assert failed.value.report is not None
     (member,) = failed.value.report.members
     assert (member.replica, member.state) == ("r", "poisoned") and "swap" in member.reason, member
-    eventually(lambda: fleet.target.version is None, "it serves no version")
+    eventually(lambda: fleet.calls[-1] == ("resume", None, False), "the engine is told to serve nothing")
+    assert fleet.target.version is None
+    report = fleet.trainer.rollback("policy", 1, timeout=60)
+    assert report.outcome == "committed" and fleet.holds(1) and fleet.target.version == 1
     assert fleet.swap(3).outcome == "committed"
     assert gpus.used(0) == LIVE
     fleet.close()
