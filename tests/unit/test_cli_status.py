@@ -48,6 +48,7 @@ ACTIVITY = ["pid 3", "up 75 s", "n0/box", "serving", "6, 7", "swapping to 8: sta
             ["pinned windows", "no peers", "75%", "in-place", "2.0x", "not measured"],
         ),
         ("status", STATUS, ["paths of the last swap", "same GPU, one kernel", "100%"]),
+        ("status", STATUS, ["workers took other paths: pinned windows"]),
     ],
 )
 def test_commands_show(words, report, expected):
@@ -130,7 +131,7 @@ def test_piped_tables_follow_columns_and_have_120_without(monkeypatch, columns, 
     long = structs.replace(TARGET, replica="vllm-rollout-worker-with-a-rather-long-name-of-its-own-in-us-east-1-pool-b")
     status = structs.replace(STATUS, models=(structs.replace(STATUS.models[0], targets=(long,)),))
     lines = run(FakeClient(status_result=status), "status").stdout.splitlines()
-    tables = [line for line in lines if not line.startswith(("model", "coordinator"))]
+    tables = [line for line in lines if not line.startswith(("model", "coordinator", "workers took"))]
     assert max(map(len, tables)) <= most
 
 
