@@ -182,10 +182,9 @@ def fragment(shown: Shown) -> str:
     parts = ["<h1>refitd</h1>"]
     when = datetime.fromtimestamp(shown.at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     if shown.problem:
-        known = "since" if shown.status is not None else "yet; tried at"
-        parts.append(html.line(f"No answer {known} {when}: {shown.problem}", "bad"))
+        parts.append(html.line(f"No answer since {when}: {shown.problem}", "bad"))
     if (status := shown.status) is None:
-        return "\n".join([*parts, html.line("The page shows the cluster as soon as it answers.", "dim")])
+        return "\n".join(parts)
     parts.append(
         html.line(
             f"{when}: coordinator pid {status.coordinator_pid}, up {duration(status.uptime_s)}; "

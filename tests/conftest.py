@@ -1,16 +1,19 @@
-"""A daemon per test, and the tests that a parallel run must keep in one process because they share processes."""
+"""Daemons for tests, and the tests that a parallel run must keep in one process because they share processes."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Generator
+import zlib
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import hypothesis
 import pytest
 
 from refitd.testing import Daemon
+from tests.support import passed_on
+from tests.support.names import SUFFIX
 
 # the time of an example depends on the machine
 hypothesis.settings.register_profile("refitd", deadline=None)
@@ -43,10 +46,32 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def _shelf() -> Iterator[passed_on.Shelf]:
+    shelf = passed_on.Shelf()
+    yield shelf
+    shelf.close()
+
+
 @pytest.fixture
-def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
-    # a short deadline for a rank that misses its commit point
-    return start_daemon("[deadlines]\ncommit_s = 4.0\n")
+def daemons(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _shelf: passed_on.Shelf
+) -> Iterator[passed_on.Start]:
+    """Return a function that starts connected daemons, or passes on those of an earlier test that left nothing."""
+    with _shelf.lend(request.node) as take:
+        monkeypatch.setenv(SUFFIX, f"-{zlib.crc32(request.node.nodeid.encode()):08x}")
+        yield take
+
+
+@pytest.fixture
+def daemon(request: pytest.FixtureRequest) -> Daemon:
+    """A daemon whose models only this test has if it names them by tests/support/names.py, or a daemon of its own."""
+    config = "[deadlines]\ncommit_s = 4.0\n"  # a short deadline for a rank that misses its commit point
+    if request.node.get_closest_marker("own_daemon"):
+        own: Daemon = request.getfixturevalue("start_daemon")(config)
+        return own
+    daemons: tuple[Daemon, ...] = request.getfixturevalue("daemons")(config)
+    return daemons[0]
 
 
 @pytest.hookimpl(optionalhook=True)

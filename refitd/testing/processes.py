@@ -15,7 +15,7 @@ from typing import IO, Self
 
 START_S = 60.0  # generous, for a busy machine
 END_S = 20.0
-POLL_S = 0.01
+POLL_S, MAX_POLL_S = 0.01, 0.1
 
 
 class ProcessFailed(RuntimeError):
@@ -139,10 +139,11 @@ def eventually(claim: Callable[[], bool], what: str, timeout: float = 40.0) -> N
     Raises:
         AssertionError: the claim does not hold within `timeout` seconds.
     """
-    deadline = time.monotonic() + timeout
+    deadline, pause_s = time.monotonic() + timeout, POLL_S
     while not claim():
         assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
-        time.sleep(POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, MAX_POLL_S)  # a claim often asks a daemon, which costs milliseconds
 
 
 def read_word(pipe: int, timeout: float) -> bytes | None:

@@ -17,21 +17,13 @@ from tests.support.trainer import Trainer
 NODES = "[deadlines]\nplan_s = 60.0\nstage_s = 20.0\ncommit_s = 10.0\n"
 
 
-@pytest.fixture(scope="session")
-def _only_daemon() -> Iterator[Daemon]:
-    with Daemon() as daemon:
-        yield daemon
-
-
 @pytest.fixture
-def shared_daemon(_only_daemon: Daemon) -> Iterator[Daemon]:
-    """A daemon shared by all tests that leave no registration, because a start takes a second of CPU time."""
-    begins = len(_only_daemon.log())
-    yield _only_daemon
-    print(f"--- log of the shared daemon\n{_only_daemon.log()[begins:]}")
-    with _only_daemon.connect("status") as client:
+def shared_daemon(daemon: Daemon) -> Iterator[Daemon]:
+    """A daemon of which the test must leave no registration, client or arena."""
+    yield daemon
+    with daemon.connect("status") as client:
         eventually(lambda: client.status().nodes[0].clients == 1, "the test's clients have left")
-        eventually(lambda: not client.status().models, "no model is left; give a test that leaves one its own daemon")
+        eventually(lambda: not client.status().models, "no model is left")
         eventually(lambda: client.status().nodes[0].arenas == 0, "no arena is left")
 
 
@@ -43,18 +35,9 @@ def trainer(daemon: Daemon) -> Iterator[Trainer]:
 
 
 @pytest.fixture
-def nodes(start_daemon: Callable[..., Daemon]) -> Callable[..., tuple[Daemon, ...]]:
+def nodes(daemons: Callable[..., tuple[Daemon, ...]]) -> Callable[..., tuple[Daemon, ...]]:
     """Start a standalone daemon n0, and others that join its coordinator."""
-
-    def start(count: int, config: str = NODES, workers: tuple[int, ...] = ()) -> tuple[Daemon, ...]:
-        first, *others = workers or (1,) * count
-        found = [start_daemon(config, workers=first)]
-        for i, more in enumerate(others, 1):
-            found.append(start_daemon(config, name=f"n{i}", workers=more, joins=found[0].endpoint))
-        eventually(lambda: len(found[0].status().nodes) == count, "every node has joined")
-        return tuple(found)
-
-    return start
+    return lambda count, config=NODES, workers=(): daemons(config, workers or (1,) * count)
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from refitd.testing import Daemon, eventually
 from tests.support.adapter_ranks import values
 from tests.support.adapters import ADAPTERS, TRAINER, Failed, Job
 
+pytestmark = pytest.mark.own_daemon
+
 Start = Callable[..., Job]
 each = pytest.mark.parametrize("adapter", ADAPTERS)
 
@@ -32,20 +34,6 @@ def updated(job: Job, step: int) -> None:
     """Update, and check every byte of every engine."""
     job.update(step)
     assert job.holding(step) == job.engines
-
-
-@each
-def test_engines_hold_every_version_and_a_close_leaves_nothing(start: Start) -> None:
-    job = start("a", "b")
-    before = -1
-    for step in (1, 2, 3):
-        updated(job, step)
-        assert job.live() > before
-        before = job.live()
-    job.close()
-    eventually(lambda: not job.daemon.status().models, "no rank is registered")
-    eventually(lambda: job.daemon.node().clients == 1, "only this test is connected")
-    assert job.daemon.node().arenas == 0 or not job.closes, "the arenas of processes that were killed stay for a while"
 
 
 SAYS = {
@@ -77,33 +65,35 @@ def refused(job: Job, step: int, fault: str) -> None:
 
 
 @each
-def test_an_engine_that_fails_is_named_and_takes_part_in_the_next_update(start: Start) -> None:
+def test_engines_hold_every_version_fail_join_leave_and_return_and_a_close_leaves_nothing(start: Start) -> None:
     job = start("a", "b")
-    updated(job, 1)
+    before = -1
+    for step in (1, 2, 3):
+        updated(job, step)
+        assert job.live() > before
+        before = job.live()
+
     with pytest.raises(Failed) as caught:
-        job.update(2, fails="b")
+        job.update(4, fails="b")
     reasons = "the loader failed", "out of memory", "b rank 0", "a-dp1 rank 0"
     assert any(reason in str(caught.value) for reason in reasons), caught.value
-    assert "a" not in caught.value.by and job.holding(2)[:1] == ["a"], "the version is live elsewhere"
-    updated(job, 3)
+    assert "a" not in caught.value.by and job.holding(4)[:1] == ["a"], "the version is live elsewhere"
+    updated(job, 5)
 
-
-@each
-def test_engines_join_and_leave_and_return(start: Start) -> None:
-    job = start("a")
-    updated(job, 1)
-    job.join("b")
-    updated(job, 2)
-    job.leave("a")
-    updated(job, 3)
+    job.leave("b")
+    updated(job, 6)
     assert job.registered() == 1
-    job.join("a")
-    updated(job, 4)
+    job.join("b")
+    updated(job, 7)
+
+    job.close()
+    eventually(lambda: not job.daemon.status().models, "no rank is registered")
+    eventually(lambda: job.daemon.node().clients == 1, "only this test is connected")
+    assert job.daemon.node().arenas == 0 or not job.closes, "the arenas of processes that were killed stay for a while"
 
 
 @each
-def test_an_engine_that_dies_does_not_stop_the_others_for_long(start: Start) -> None:
-    """The update fails, or leaves it out. The next one works once the engine is back, or its driver has dropped it."""
+def test_deaths_of_an_engine_the_trainer_and_the_daemon_end_at_most_one_update_each(start: Start) -> None:
     job = start("a", "b")
     updated(job, 1)
     try:
@@ -112,35 +102,25 @@ def test_an_engine_that_dies_does_not_stop_the_others_for_long(start: Start) -> 
         assert "a" in failed.by or TRAINER in failed.by
     else:
         assert job.ask("a", "holds", 2)
-    job.replace("b")
+    job.replace("b")  # or its driver has dropped it
     updated(job, 3)
 
-
-@each
-def test_a_trainer_that_dies_is_replaced_and_goes_on_above_its_version(start: Start) -> None:
-    job = start("a", "b")
-    updated(job, 1)
     before = job.live()
     try:
-        job.update(2, dies=TRAINER)
+        job.update(4, dies=TRAINER)
     except Failed as failed:
         assert failed.by.keys() == {*job.engines}, "engines that wait for it are told"
     job.replace(*job.ranks)
-    updated(job, 3)
+    updated(job, 5)
     assert job.live() > before
 
-
-@each
-def test_after_a_restart_of_the_daemon_at_most_one_update_fails(start: Start) -> None:
-    job = start("a", "b")
-    updated(job, 1)
     job.daemon.kill()
     job.daemon.start()
     try:
-        job.update(2)
+        job.update(6)
     except Failed:
         job.repair()
-    updated(job, 3)
+    updated(job, 7)
 
 
 @pytest.mark.parametrize(("adapter", "replica"), [("vllm-follows", "a"), ("sglang-follows", "a-dp0")])

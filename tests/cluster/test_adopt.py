@@ -15,6 +15,7 @@ from torch import nn
 import refitd
 from refitd.testing import Daemon, Engine
 from tests.support.fleet import go_live
+from tests.support.names import named, policy
 
 VOCABULARY, WIDTH = 90, 24
 TOKENS = torch.arange(VOCABULARY)
@@ -54,22 +55,22 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def swap(trainer: refitd.Client, number: int, *targets: refitd.Target) -> refitd.SwapReport:
     with Engine(*targets):
-        return trainer.swap("policy", number, timeout=30)
+        return trainer.swap(policy(), number, timeout=30)
 
 
 def test_a_trainer_lends_what_it_trains_and_versions_flip_under_an_engine(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         learned, live = Model(), Model()
-        with engine.memory("policy", nbytes=1 << 20):
+        with engine.memory(policy(), nbytes=1 << 20):
             built = Model()
         optimizer = torch.optim.AdamW(learned.parameters(), lr=0.1)
         trained(learned, optimizer)
         for client, model in ((trainer, learned), (engine, live)):
             found = client.adopt(model)
             assert (found.tensors, found.left.keys()) == (4, {"inv_freq"})
-        source = trainer.register_source("policy", learned)
+        source = trainer.register_source(policy(), learned)
         targets = [
-            engine.register_target("policy", model, replica=name, mode="flip")
+            engine.register_target(policy(), model, replica=name, mode="flip")
             for name, model in (("adopted", live), ("built", built))
         ]
         before = addresses(live), addresses(built)
@@ -80,7 +81,7 @@ def test_a_trainer_lends_what_it_trains_and_versions_flip_under_an_engine(daemon
             assert given.mode == "arena"
             assert same(live, learned) and same(built, learned)
             assert torch.equal(live(TOKENS), learned(TOKENS))
-            assert trainer.verify("policy").outcome == "proven"
+            assert trainer.verify(policy()).outcome == "proven"
         assert (addresses(live), addresses(built)) == before
         assert live.head.weight is live.embed.weight and all(target.flips for target in targets)
         again = engine.adopt(live)
@@ -105,8 +106,8 @@ def test_tensors_with_gaps_between_their_elements_flip(daemon: Daemon, keep_addr
         strides = {name: tensor.stride() for name, tensor in live.state_dict().items()}
         engine.adopt(live, keep_addresses=keep_addresses)
         before = addresses(live)
-        source = trainer.register_source("policy", learned)
-        target = engine.register_target("policy", live, replica="a", mode="flip")
+        source = trainer.register_source(policy(), learned)
+        target = engine.register_target(policy(), live, replica="a", mode="flip")
         published = []
         for number in (1, 2):
             for tensor in learned.parameters():
@@ -116,7 +117,7 @@ def test_tensors_with_gaps_between_their_elements_flip(daemon: Daemon, keep_addr
             swap(trainer, number, target)
             assert same(live, learned) and addresses(live) == before
         with Engine(target):
-            assert trainer.rollback("policy", timeout=30).bytes == 0
+            assert trainer.rollback(policy(), timeout=30).bytes == 0
         assert all(torch.equal(tensor, published[0][name]) for name, tensor in live.state_dict().items())
         assert {name: tensor.stride() for name, tensor in live.state_dict().items()} == strides
 
@@ -125,8 +126,8 @@ def test_tensors_that_leave_the_arena_fail_the_next_commit_by_name(daemon: Daemo
     with daemon.connect() as trainer, daemon.connect() as engine:
         learned, live = Model(), Model()
         engine.adopt(live)
-        source = trainer.register_source("policy", learned)
-        target = engine.register_target("policy", live, replica="a", mode="flip")
+        source = trainer.register_source(policy(), learned)
+        target = engine.register_target(policy(), live, replica="a", mode="flip")
         source.publish(1)
         swap(trainer, 1, target)
         live.load_state_dict(learned.state_dict())
@@ -140,7 +141,7 @@ def test_tensors_that_leave_the_arena_fail_the_next_commit_by_name(daemon: Daemo
             swap(trainer, 3, target)
         live.load_state_dict(Model().state_dict(), assign=True)
         with pytest.raises(refitd.RefusedError, match="do not lie in memory"):
-            daemon.connect().register_target("policy", live, replica="b", mode="flip")
+            daemon.connect().register_target(policy(), live, replica="b", mode="flip")
 
 
 def test_where_the_kernel_refuses_an_exchange_the_version_is_copied_and_the_log_says_so(
@@ -150,23 +151,23 @@ def test_where_the_kernel_refuses_an_exchange_the_version_is_copied_and_the_log_
     with daemon.connect() as trainer, daemon.connect() as engine:
         learned, live = Model(700_000), Model(700_000)  # 64 MiB
         engine.adopt(live)
-        source = trainer.register_source("policy", learned)
-        target = engine.register_target("policy", live, replica="a")
+        source = trainer.register_source(policy(), learned)
+        target = engine.register_target(policy(), live, replica="a")
         assert target.flips
         source.publish(1)
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         with caplog.at_level(logging.WARNING, "refitd.client"), Engine(target):
             resource.setrlimit(resource.RLIMIT_AS, (mapped + (48 << 20), hard))
             try:
-                trainer.swap("policy", 1, timeout=30)
+                trainer.swap(policy(), 1, timeout=30)
             finally:
                 resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         assert "check `ulimit -v`" in caplog.text and "the version is copied" in caplog.text
-        assert same(live, learned) and trainer.verify("policy").outcome == "proven"
+        assert same(live, learned) and trainer.verify(policy()).outcome == "proven"
         learned.norm.bias.data.fill_(3.0)
         source.publish(2)
         swap(trainer, 2, target)
-        assert same(live, learned) and trainer.verify("policy").outcome == "proven"
+        assert same(live, learned) and trainer.verify(policy()).outcome == "proven"
 
 
 def test_what_fails_leaves_the_module_and_the_node_as_they_were(start_daemon: Callable[..., Daemon]) -> None:
@@ -174,7 +175,7 @@ def test_what_fails_leaves_the_module_and_the_node_as_they_were(start_daemon: Ca
     with daemon.connect() as client:
         model, large = Model(), nn.Linear(1000, 1000)
         before = addresses(model), addresses(large)
-        source = client.register_source("policy", model, slots=1)
+        source = client.register_source(policy(), model, slots=1)
         with pytest.raises(refitd.RefusedError, match=r"norm\.weight: tensors outside this module \(1"):
             client.adopt(model)
         source.close()
@@ -195,7 +196,7 @@ def test_after_its_client_is_closed_a_module_can_be_adopted_by_another(daemon: D
     with daemon.connect() as trainer, daemon.connect() as first, daemon.connect() as second:
         first.adopt(live)
         weight, before = live.embed.weight, live.embed.weight.detach().clone()
-        target = first.register_target("policy", live, replica="a")
+        target = first.register_target(policy(), live, replica="a")
         with pytest.raises(refitd.RefusedError, match="an arena of another client that is open"):
             second.adopt(live)
         first.close()
@@ -208,8 +209,8 @@ def test_after_its_client_is_closed_a_module_can_be_adopted_by_another(daemon: D
         del view
         assert second.adopt(live).tensors == 4
         assert live.embed.weight is weight is live.head.weight and torch.equal(weight, before)
-        target = second.register_target("policy", live, replica="a", mode="flip")
-        source = trainer.register_source("policy", learned)
+        target = second.register_target(policy(), live, replica="a", mode="flip")
+        source = trainer.register_source(policy(), learned)
         source.publish(source.next_version)
         swap(trainer, source.next_version - 1, target)
         assert same(live, learned)
@@ -222,41 +223,41 @@ MIB = 1 << 20
 def test_versions_flip_under_a_model_that_a_block_has_built(daemon: Daemon, nbytes: int | None) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         learned = Model()
-        with engine.memory("policy", nbytes) as placed:
+        with engine.memory(policy(), nbytes) as placed:
             live = Model()
             live.norm = nn.LayerNorm(24)  # replaces the first norm, and is outside the arena
             live.load_state_dict(Model().state_dict())
-            with pytest.raises(refitd.RefusedError, match=r"client\.adopt\(\) inside client\.memory\('policy'\)"):
+            with pytest.raises(refitd.RefusedError, match=rf"client\.adopt\(\) inside client\.memory\('{policy()}'\)"):
                 engine.adopt(learned)
-            inside = pytest.raises(refitd.RefusedError, match=r"client\.memory\('draft'\) inside")
-            with inside, engine.memory("draft", MIB):
+            inside = pytest.raises(refitd.RefusedError, match=rf"client\.memory\('{named('draft')}'\) inside")
+            with inside, engine.memory(named("draft"), MIB):
                 pass
             assert placed.tensors == 0
         assert (placed.tensors, placed.left.keys()) == (4, {"inv_freq"})
-        source = trainer.register_source("policy", learned)
-        target = engine.register_target("policy", live, replica="a", mode="flip")
+        source = trainer.register_source(policy(), learned)
+        target = engine.register_target(policy(), live, replica="a", mode="flip")
         for number in (1, 2, 3):
             learned.norm.weight.data.fill_(float(number))
             go_live(trainer, source, number, target)
             assert target.flips and same(live, learned)
-            assert trainer.verify("policy").outcome == "proven"
+            assert trainer.verify(policy()).outcome == "proven"
         assert live.head.weight is live.embed.weight and live.inv_freq.tolist() == learned.inv_freq.tolist()  # type: ignore[operator, union-attr]
 
 
 def test_a_block_that_fails_leaves_nothing_on_the_node(daemon: Daemon) -> None:
     with daemon.connect() as client:
-        with pytest.raises(ZeroDivisionError), client.memory("policy", MIB):
+        with pytest.raises(ZeroDivisionError), client.memory(policy(), MIB):
             model = Model()
             _ = 1 / 0
         assert torch.isfinite(model.norm.weight).all()
-        with pytest.raises(refitd.RefusedError, match=r"embed\.weight found no room in"), client.memory("policy", 4096):
+        with pytest.raises(refitd.RefusedError, match=r"embed\.weight found no room in"), client.memory(policy(), 4096):
             model = Model()
-        with pytest.raises(refitd.RefusedError, match="nothing has been registered"), client.memory("policy"):
+        with pytest.raises(refitd.RefusedError, match="nothing has been registered"), client.memory(policy()):
             pass
         for wrong in ({"nbytes": 0}, {"nbytes": "much"}, {"timeout": -1}):
             with (
                 pytest.raises(refitd.RefusedError, match=next(iter(wrong))),
-                client.memory("policy", **{"nbytes": MIB, **wrong}),
+                client.memory(policy(), **{"nbytes": MIB, **wrong}),
             ):  # type: ignore[arg-type]
                 raise AssertionError("the block has begun")
         assert daemon.node().arenas == 0

@@ -15,6 +15,7 @@ import refitd
 from refitd.testing import Daemon, Engine
 from tests.support.fleet import go_live
 from tests.support.mapped import is_arena
+from tests.support.names import policy
 
 WIDTH = 300
 
@@ -54,9 +55,9 @@ class Fleet:
         self.trainer, self.engine = daemon.connect(), daemon.connect()
         self.learned, self.live = Model(), Model()
         self.before = addresses(self.live)
-        self.source = self.trainer.register_source("policy", self.learned)
+        self.source = self.trainer.register_source(policy(), self.learned)
         self.adopted = self.engine.adopt(self.live, keep_addresses=True)
-        self.target = self.engine.register_target("policy", self.live, replica="a", **options)  # type: ignore[arg-type]
+        self.target = self.engine.register_target(policy(), self.live, replica="a", **options)  # type: ignore[arg-type]
 
     def swap(self, number: int) -> refitd.SwapReport:
         self.learned.fill(float(number))
@@ -77,29 +78,29 @@ def test_versions_flip_and_proofs_are_of_what_the_engine_reads(daemon: Daemon) -
     assert 3 * WIDTH * 4 < found.copied_bytes < 3 * WIDTH * 4 + 4 * 2 * 4096 and target.flips
     for number in (1, 2, 3):
         fleet.swap(number)
-        assert fleet.holds(number) and fleet.trainer.verify("policy").outcome == "proven"
+        assert fleet.holds(number) and fleet.trainer.verify(policy()).outcome == "proven"
     weight, bias = live.layers[1].weight.detach().view(-1), live.layers[2].bias.detach()
     for place in (weight[:1], weight[WIDTH * 40 :][:1], weight[-1:], bias[3:4]):
         place.add_(1)
-        assert fleet.trainer.verify("policy").outcome == "differs", "beginning, pages, end, small tensor"
+        assert fleet.trainer.verify(policy()).outcome == "differs", "beginning, pages, end, small tensor"
         place.sub_(1)
-        assert fleet.trainer.verify("policy").outcome == "proven"
+        assert fleet.trainer.verify(policy()).outcome == "proven"
     with Engine(target):
-        assert fleet.trainer.rollback("policy", timeout=30).bytes == 0
-    assert fleet.holds(2) and fleet.trainer.verify("policy").outcome == "proven"
+        assert fleet.trainer.rollback(policy(), timeout=30).bytes == 0
+    assert fleet.holds(2) and fleet.trainer.verify(policy()).outcome == "proven"
     with Engine(target):
-        fleet.trainer.rollback("policy", 3, timeout=30)
+        fleet.trainer.rollback(policy(), 3, timeout=30)
     assert fleet.holds(3)
     target.close()
     assert is_shown(live.embed.weight) and fleet.holds(3)
     with pytest.raises(refitd.RefusedError, match="tensors must be in arenas"):
-        fleet.engine.register_target("policy", live, replica="a", mode="in-place")
+        fleet.engine.register_target(policy(), live, replica="a", mode="in-place")
     for mode in ("copy", "flip"):
-        fleet.target = fleet.engine.register_target("policy", live, replica="a", mode=mode)
+        fleet.target = fleet.engine.register_target(policy(), live, replica="a", mode=mode)
         assert fleet.target.flips is (mode == "flip")
         number = 4 + (mode == "flip")
         fleet.swap(number)
-        assert fleet.holds(number) and fleet.trainer.verify("policy").outcome == "proven"
+        assert fleet.holds(number) and fleet.trainer.verify(policy()).outcome == "proven"
         fleet.target.close()
     fleet.engine.free(live.embed.weight)
     assert not is_shown(live.embed.weight) and fleet.holds(5)
@@ -119,7 +120,7 @@ def test_memory_is_private_again_before_anybody_frees_it(daemon: Daemon) -> None
     with daemon.connect() as other:
         again = other.adopt(live, keep_addresses=True)
         assert again.copied_bytes == fleet.adopted.copied_bytes and is_arena(at)
-        fleet.target = other.register_target("policy", live, replica="b")
+        fleet.target = other.register_target(policy(), live, replica="b")
         fleet.swap(2)
         assert fleet.holds(2)
         fleet.target.close()
@@ -139,8 +140,8 @@ def test_a_trainer_that_keeps_addresses_publishes_and_lends_all_of_its_values(da
         learned, live = Model(), Model()
         trainer.adopt(learned, keep_addresses=True)
         engine.adopt(live)
-        source = trainer.register_source("policy", learned)
-        target = engine.register_target("policy", live, replica="a", mode="flip")
+        source = trainer.register_source(policy(), learned)
+        target = engine.register_target(policy(), live, replica="a", mode="flip")
         for number in (1, 2, 3):
             for param in learned.parameters():
                 param.data.add_(torch.rand_like(param))  # in place, as optimizers do
@@ -149,7 +150,7 @@ def test_a_trainer_that_keeps_addresses_publishes_and_lends_all_of_its_values(da
                     go_live(trainer, source, number)
                 else:
                     with source.lend(number):
-                        trainer.swap("policy", number, timeout=30)
+                        trainer.swap(policy(), number, timeout=30)
             theirs = learned.state_dict()
             assert all(torch.equal(value, theirs[name]) for name, value in live.state_dict().items())
 
@@ -160,18 +161,18 @@ def test_a_part_of_a_module_is_adopted_and_flips_while_the_rest_is_kept(daemon: 
         learned, live = Model(), Model()
         live.fill(9.0)
         frozen = live.embed.weight.data_ptr()
-        source = trainer.register_source("policy", learned, partial=["layers.*"])
+        source = trainer.register_source(policy(), learned, partial=["layers.*"])
         assert engine.adopt(live.layers, keep_addresses=keep_addresses).tensors == 6
         with pytest.raises(refitd.RefusedError, match="do not lie in memory"):
-            engine.register_target("policy", live, replica="a", mode="flip")
-        target = engine.register_target("policy", live, replica="a", keeps=["embed.*"], mode="flip")
+            engine.register_target(policy(), live, replica="a", mode="flip")
+        target = engine.register_target(policy(), live, replica="a", keeps=["embed.*"], mode="flip")
         for number in (1, 2):
             learned.fill(float(number))
             go_live(trainer, source, number, target)
             assert live.layers.state_dict().keys() and float(live.layers[2].bias.detach()[7]) == number
             assert {float(v) for p in live.layers.parameters() for v in p.detach().unique()} == {float(number)}
             assert live.embed.weight.data_ptr() == frozen and set(live.embed.weight.unique().tolist()) == {9.0}
-            assert trainer.verify("policy").outcome == "proven"
+            assert trainer.verify(policy()).outcome == "proven"
 
 
 def test_a_tensor_that_is_replaced_fails_the_next_commit_by_name(daemon: Daemon) -> None:
@@ -185,6 +186,7 @@ def test_a_tensor_that_is_replaced_fails_the_next_commit_by_name(daemon: Daemon)
 
 
 FORKS = """
+from tests.support.names import policy
 import gc, os, sys
 from pathlib import Path
 from refitd.testing import Daemon
@@ -199,9 +201,9 @@ with Daemon() as daemon:
         spoilt = [bytearray(b"x") * 400000 for _ in range(50)]
         os._exit(0)
     assert os.wait()[1] == 0
-    assert fleet.holds(1) and fleet.trainer.verify("policy").outcome == "proven"
+    assert fleet.holds(1) and fleet.trainer.verify(policy()).outcome == "proven"
     fleet.swap(2)
-    assert fleet.holds(2) and fleet.trainer.verify("policy").outcome == "proven"
+    assert fleet.holds(2) and fleet.trainer.verify(policy()).outcome == "proven"
     fleet.target.close()
     fleet.close()
 """

@@ -12,6 +12,7 @@ import torch
 import refitd
 from refitd.testing import Daemon, eventually, stopped
 from tests.support import programs
+from tests.support.names import policy
 from tests.support.trainer import ANSWER_S, Trainer
 
 
@@ -21,7 +22,7 @@ def decided(trainer: Trainer) -> refitd.SwapReport:
     while True:
         trainer.publish()
         with pytest.raises(refitd.RefitFailed) as late:
-            trainer.client.swap("policy", timeout=seconds)
+            trainer.client.swap(policy(), timeout=seconds)
         report = late.value.report
         assert report is not None
         if report.outcome == refitd.SwapOutcome.DECIDED:
@@ -31,7 +32,7 @@ def decided(trainer: Trainer) -> refitd.SwapReport:
 
 
 def refitctl_swap(daemon: Daemon, *words: str, seconds: int = 1) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "refitd_cli.control", "swap", "policy", *words, "--timeout", str(seconds)]
+    command = [sys.executable, "-m", "refitd_cli.control", "swap", policy(), *words, "--timeout", str(seconds)]
     return programs.run(command, env={**os.environ, "REFITD_RUNTIME_DIR": str(daemon.directory)})
 
 
@@ -40,24 +41,24 @@ def test_whoever_asks_for_a_swap_is_answered_in_the_time_that_was_given(daemon: 
     trainer = Trainer(slow)
     with trainer.client, slow.connect("engine") as engine:
         live = {"w": torch.zeros(64, 64)}
-        target = engine.register_target("policy", live, replica="b")
+        target = engine.register_target(policy(), live, replica="b")
         report = decided(trainer)  # before `commit_s`, at which it would be incomplete
         assert report.version == trainer.version
         assert [(m.replica, m.state) for m in report.members] == [("b", "late")]
         # the swap continues without another request
         assert target.wait(trainer.version, timeout=ANSWER_S) == trainer.version
-        eventually(lambda: trainer.client.history("policy").swaps[0].state == "committed", "it has committed")
+        eventually(lambda: trainer.client.history(policy()).swaps[0].state == "committed", "it has committed")
 
 
 def test_a_swap_that_waits_its_turn_is_answered_in_time_too(start_daemon) -> None:
     daemon = start_daemon("[deadlines]\ncommit_s = 60.0\n")
     trainer = Trainer(daemon)
     with trainer.client, daemon.connect("engine") as engine:
-        target = engine.register_target("policy", {"w": torch.zeros(64, 64)}, replica="b")
+        target = engine.register_target(policy(), {"w": torch.zeros(64, 64)}, replica="b")
         version = decided(trainer).version
         trainer.publish()
         with pytest.raises(refitd.DeadlineExceeded, match=r"its turn did not come .* waits for b rank 0"):
-            trainer.client.swap("policy", timeout=1.0, queue=True)
+            trainer.client.swap(policy(), timeout=1.0, queue=True)
         ran = refitctl_swap(daemon, "--queue")
         assert ran.returncode == 1 and "its turn did not come" in ran.stderr
         assert target.pending == version  # the first swap has not ended: it waits for 60 s
@@ -68,13 +69,13 @@ def test_a_coordinator_that_does_not_answer_keeps_nobody_for_longer_than_asked(
     daemon: Daemon, trainer: Trainer
 ) -> None:
     with daemon.connect("engine") as engine:
-        engine.register_target("policy", {"w": torch.zeros(64, 64)}, replica="b")
+        engine.register_target(policy(), {"w": torch.zeros(64, 64)}, replica="b")
         trainer.publish()
         pid = trainer.client.status().coordinator_pid
         with stopped((pid,)):  # the outcome is unknown
             for ask in (trainer.client.swap, trainer.client.rollback, trainer.client.verify):
                 with pytest.raises(refitd.TransportError):
-                    ask("policy", timeout=0.5)
+                    ask(policy(), timeout=0.5)
 
 
 @pytest.mark.slow
@@ -82,7 +83,7 @@ def test_refitctl_says_that_a_swap_is_decided_and_goes_on(start_daemon) -> None:
     daemon = start_daemon("[deadlines]\ncommit_s = 60.0\n")
     trainer = Trainer(daemon)
     with trainer.client, daemon.connect("engine") as engine:
-        target = engine.register_target("policy", {"w": torch.zeros(64, 64)}, replica="b")
+        target = engine.register_target(policy(), {"w": torch.zeros(64, 64)}, replica="b")
         trainer.publish()
         for seconds in (1, 4, 16):  # on a slow machine the time may be over before the decision
             ran = refitctl_swap(daemon, seconds=seconds)

@@ -23,6 +23,7 @@ from refitd.client.new_target import EngineOptions, register
 from refitd.testing import Daemon, Engine, eventually
 from tests.support import programs, shards
 from tests.support.fleet import CutReplica, CutSource
+from tests.support.names import policy
 
 KINDS = {"scalar": torch.tensor(3.5), "flags": torch.tensor([True, False]), "empty": torch.empty(0, 4)}
 KINDS |= {"fp8": torch.arange(16.0).view(4, 4).to(torch.float8_e4m3fn)}
@@ -37,9 +38,9 @@ def refitctl(daemon: Daemon, *arguments: str) -> tuple[int, dict]:
 def publish(daemon: Daemon, folder: Path, *, swap: bool = False) -> int:
     """Publish a folder and leave; return the version."""
     with daemon.connect() as client:
-        version = refitd.publish_checkpoint(client, "policy", folder).version
+        version = refitd.publish_checkpoint(client, policy(), folder).version
     with daemon.connect() as client:
-        assert not swap or client.swap("policy").version == version
+        assert not swap or client.swap(policy()).version == version
     return version
 
 
@@ -68,9 +69,9 @@ def test_a_client_that_holds_one_checkpoint_is_told_why_it_cannot_publish_the_ne
 ) -> None:
     folder = folder_of(tmp_path / "given", {"w": torch.ones(3)})
     with daemon.connect() as client:
-        refitd.publish_checkpoint(client, "policy", folder)
+        refitd.publish_checkpoint(client, policy(), folder)
         with pytest.raises(refitd.RefusedError, match="this client holds its source rank 0; close the client"):
-            refitd.publish_checkpoint(client, "policy", folder)
+            refitd.publish_checkpoint(client, policy(), folder)
     assert publish(daemon, folder) == 1  # no engine has served the version
 
 
@@ -80,21 +81,21 @@ def test_what_was_published_and_swapped_is_saved_byte_for_byte(daemon: Daemon, t
     with daemon.connect() as engine:
         targets = CutReplica([engine], "tp2", 2).targets
         with Engine(targets[0]), Engine(targets[1]):
-            status, said = refitctl(daemon, "publish", "policy", "--from", str(given), "--version", "7", "--swap")
+            status, said = refitctl(daemon, "publish", policy(), "--from", str(given), "--version", "7", "--swap")
         assert (status, said["outcome"], said["published"]["version"]) == (0, "committed", 7)
         assert targets[0].version == targets[1].version == 7
         # the publisher has left; its version is still available to new targets
         joined = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
-        assert engine.register_target("policy", joined, replica="late").wait(7) == 7
+        assert engine.register_target(policy(), joined, replica="late").wait(7) == 7
         assert all(torch.equal(joined[n].view(torch.uint8), t.view(torch.uint8)) for n, t in model.items() if t.dim())
         out = tmp_path / "out"
-        status, said = refitctl(daemon, "save", "policy", "--version", "7", "-o", str(out))
+        status, said = refitctl(daemon, "save", policy(), "--version", "7", "-o", str(out))
         assert (status, said["version"], said["files"], said["tensors"]) == (0, 7, 1, len(model))
         assert (out / WHOLE).read_bytes() == (given / WHOLE).read_bytes()
         # written in shards, over a folder that has a config: different steps must give the same bytes
         done: list[tuple[int, int]] = []
         again = refitd.save_checkpoint(
-            engine, "policy", given, max_shard_bytes=9000, on_progress=lambda *progress: done.append(progress)
+            engine, policy(), given, max_shard_bytes=9000, on_progress=lambda *progress: done.append(progress)
         )
         assert again.files > 1 and done[-1] == (again.bytes, again.bytes) == (said["bytes"], said["bytes"])
         files = sorted(set(json.loads((given / INDEX).read_text())["weight_map"].values()))
@@ -112,29 +113,29 @@ def test_a_running_trainers_version_is_saved_whole_and_a_disk_that_fails_leaves_
     model = shards.whole(3)
     with daemon.connect() as trainer, daemon.connect() as engine:
         sources = CutSource([trainer], 2, model).sources
-        target = engine.register_target("policy", shards.zeros_like(model), replica="a")
+        target = engine.register_target(policy(), shards.zeros_like(model), replica="a")
         with pytest.raises(refitd.RefusedError, match="no version is live; swap one first"):
-            refitd.save_checkpoint(engine, "policy", tmp_path / "out")
+            refitd.save_checkpoint(engine, policy(), tmp_path / "out")
         for source in sources:
             source.publish(1)
         with Engine(target):
-            trainer.swap("policy", 1)
+            trainer.swap(policy(), 1)
         older = folder_of(tmp_path / "older", shards.whole(9))
         before = (older / WHOLE).read_bytes()
         with largest_file(4096), pytest.raises(refitd.CheckpointError, match=f"{tmp_path}.*: File too large"):
-            refitd.save_checkpoint(engine, "policy", older)
+            refitd.save_checkpoint(engine, policy(), older)
         assert [each.name for each in tmp_path.iterdir()] == ["older"]
         assert (older / WHOLE).read_bytes() == before
-        assert refitd.save_checkpoint(engine, "policy", older).version == 1
+        assert refitd.save_checkpoint(engine, policy(), older).version == 1
         assert shards.equal(load_file(older / WHOLE), model)
         with pytest.raises(refitd.RefusedError, match="version 1 is live, and 2 was to be saved"):
-            refitd.save_checkpoint(engine, "policy", older, version=2)
+            refitd.save_checkpoint(engine, policy(), older, version=2)
         # engines serve version 1, and the trainer's slots hold newer ones
         for version in (2, 3):
             for source in sources:
                 source.publish(version)
         with pytest.raises(refitd.RefusedError, match=r"sources hold it no more \(complete versions: \[2, 3\]\)"):
-            refitd.save_checkpoint(engine, "policy", tmp_path / "new")
+            refitd.save_checkpoint(engine, policy(), tmp_path / "new")
         assert not (tmp_path / "new").exists()
 
 
@@ -143,20 +144,20 @@ def test_a_version_that_goes_live_between_two_shards_is_saved_in_its_place_or_re
 ) -> None:
     model = shards.whole(1)
     with daemon.connect() as trainer, daemon.connect() as engine:
-        source = trainer.register_source("policy", model)
-        target = engine.register_target("policy", shards.zeros_like(model), replica="a")
+        source = trainer.register_source(policy(), model)
+        target = engine.register_target(policy(), shards.zeros_like(model), replica="a")
 
         def step() -> None:
             for tensor in model.values():
                 tensor.add_(1)
             source.publish(source.next_version)
-            trainer.swap("policy")
+            trainer.swap(policy())
 
         with Engine(target), daemon.connect() as saver:
             step()
             stepped = iter([step])
             done = refitd.save_checkpoint(
-                saver, "policy", tmp_path / "out", max_shard_bytes=9000, on_progress=lambda *_: next(stepped, int)()
+                saver, policy(), tmp_path / "out", max_shard_bytes=9000, on_progress=lambda *_: next(stepped, int)()
             )
             assert done.version == 2 and done.files > 1
             saved = {n: t for file in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(file).items()}
@@ -165,7 +166,7 @@ def test_a_version_that_goes_live_between_two_shards_is_saved_in_its_place_or_re
             with pytest.raises(refitd.RefusedError, match="version 3 went live while 2 was saved; save again"):
                 refitd.save_checkpoint(
                     saver,
-                    "policy",
+                    policy(),
                     tmp_path / "new",
                     version=2,
                     max_shard_bytes=9000,
@@ -177,12 +178,12 @@ def test_a_version_that_goes_live_between_two_shards_is_saved_in_its_place_or_re
 def test_a_checkpoint_is_refused_by_name_before_anything_is_registered(daemon: Daemon, tmp_path: Path) -> None:
     given = folder_of(tmp_path / "given", shards.whole(1))
     os.truncate(given / WHOLE, 5000)
-    status, said = refitctl(daemon, "publish", "policy", "--from", str(given))
+    status, said = refitctl(daemon, "publish", policy(), "--from", str(given))
     assert status == 1 and said["error"]["code"] == "checkpoint"
     assert f"{given / WHOLE}: its tensors end at byte" in said["error"]["message"]
     with daemon.connect() as client:
         assert client.status().models == ()
-        client.register_source("policy", shards.whole(2))
+        client.register_source(policy(), shards.whole(2))
         with pytest.raises(refitd.RefusedError, match=f"already registered by pid {os.getpid()}"):
             publish(daemon, folder_of(tmp_path / "good", shards.whole(1)))
 
@@ -200,10 +201,10 @@ def test_no_version_has_parts_of_two_folders_that_look_alike(
 
     def part(rank: int) -> refitd.checkpoints.publish.Published:
         with daemon.connect() as client:
-            return refitd.publish_checkpoint(client, "policy", path, rank=rank, world_size=2, timeout=5.0)
+            return refitd.publish_checkpoint(client, policy(), path, rank=rank, world_size=2, timeout=5.0)
 
     with daemon.connect() as client, ThreadPoolExecutor() as pool:
-        target = client.register_target("policy", shards.whole(0), replica="a")
+        target = client.register_target(policy(), shards.whole(0), replica="a")
         with Engine(target):
             first = pool.submit(part, 0)
             eventually(lambda: any(m.sources for m in client.status().models), "part 1 is there")
@@ -214,7 +215,7 @@ def test_no_version_has_parts_of_two_folders_that_look_alike(
                 first.result()
             with pytest.raises(refitd.RefitdError):
                 second.result()
-        assert target.version is None and client.history("policy").swaps == ()
+        assert target.version is None and client.history(policy()).swaps == ()
 
 
 def test_several_nodes_publish_a_part_each_and_none_leaves_before_all_have(daemon: Daemon, tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_several_nodes_publish_a_part_each_and_none_leaves_before_all_have(daemo
 
     def part(rank: int, timeout: float) -> refitd.checkpoints.publish.Published:
         with daemon.connect() as client:
-            return refitd.publish_checkpoint(client, "policy", given, rank=rank, world_size=3, timeout=timeout)
+            return refitd.publish_checkpoint(client, policy(), given, rank=rank, world_size=3, timeout=timeout)
 
     with pytest.raises(refitd.DeadlineExceeded, match=r"parts \[1, 3\] of 3 were not published"):
         part(1, 2.0)
@@ -233,8 +234,8 @@ def test_several_nodes_publish_a_part_each_and_none_leaves_before_all_have(daemo
     assert sum(each.bytes for each in done) == sum(tensor.nbytes for tensor in model.values())
     with daemon.connect() as engine:
         live = shards.zeros_like(model)
-        with Engine(engine.register_target("policy", live, replica="a")):
-            engine.swap("policy", 1)
+        with Engine(engine.register_target(policy(), live, replica="a")):
+            engine.swap(policy(), 1)
     assert shards.equal(live, model)
 
 
@@ -245,7 +246,7 @@ def test_a_trainer_of_any_size_takes_over_from_a_checkpoint_and_a_checkpoint_fro
     given = folder_of(tmp_path / "given", first)
     with daemon.connect() as engine:
         live = shards.zeros_like(first)
-        target = engine.register_target("policy", live, replica="a")
+        target = engine.register_target(policy(), live, replica="a")
         with Engine(target):
             assert publish(daemon, given, swap=True)
             assert shards.equal(live, first)
@@ -253,7 +254,7 @@ def test_a_trainer_of_any_size_takes_over_from_a_checkpoint_and_a_checkpoint_fro
                 sources = CutSource([trainer], 2, second).sources
                 for source in sources:
                     source.publish(source.next_version)
-                assert trainer.swap("policy").version == 2
+                assert trainer.swap(policy()).version == 2
                 assert shards.equal(live, second)
             # the trainer has ended; its versions are still there
             assert publish(daemon, given, swap=True)
@@ -267,17 +268,17 @@ def test_a_trainer_of_any_size_takes_over_from_a_checkpoint_and_a_checkpoint_fro
 def test_no_swap_waits_for_a_replica_that_only_observes_or_ends_with_it(daemon: Daemon) -> None:
     model = shards.whole(1)
     with daemon.connect() as client, daemon.connect() as other:
-        source = client.register_source("policy", model)
+        source = client.register_source(policy(), model)
         source.publish(1)
-        observer = register(other, "policy", shards.zeros_like(model), "o", Layout(), EngineOptions(observes=True))
+        observer = register(other, policy(), shards.zeros_like(model), "o", Layout(), EngineOptions(observes=True))
         with pytest.raises(refitd.RefusedError, match="has no target"):
-            client.swap("policy")
-        target = client.register_target("policy", shards.zeros_like(model), replica="a")
+            client.swap(policy())
+        target = client.register_target(policy(), shards.zeros_like(model), replica="a")
         with Engine(target):
-            assert {member.replica for member in client.swap("policy").members} == {"a"}
+            assert {member.replica for member in client.swap(policy()).members} == {"a"}
             assert observer.wait(1) == 1
             source.publish(2)
-            assert client.swap("policy").version == 2  # the observer does not poll
+            assert client.swap(policy()).version == 2  # the observer does not poll
             eventually(lambda: target.version == 2, "it has committed")  # a rank reports its commit first
             assert observer.version is None
             assert observer.wait(2) == 2
@@ -293,7 +294,7 @@ def test_parts_of_two_checkpoints_are_never_one_version(daemon: Daemon, tmp_path
 
     def part(folder: Path, rank: int, timeout: float) -> refitd.checkpoints.publish.Published:
         with daemon.connect() as client:
-            return refitd.publish_checkpoint(client, "policy", folder, rank=rank, world_size=2, timeout=timeout)
+            return refitd.publish_checkpoint(client, policy(), folder, rank=rank, world_size=2, timeout=timeout)
 
     with daemon.connect() as client, ThreadPoolExecutor() as pool:
         waits = pool.submit(part, first, 0, 6.0)

@@ -12,6 +12,8 @@ from refitd.testing import Daemon, RunningSwap, eventually
 from tests.support.controlled import Ranks, publish, trainer, weights
 from tests.support.controls import controlled
 from tests.support.flips import quietly
+from tests.support.names import policy
+from tests.support.passed_on import Start
 from tests.support.programs import Program, python
 
 
@@ -23,7 +25,7 @@ class Driven:
         self.live = [weights(0) for _ in range(2)]
         self.targets = [
             self.client.register_target(
-                "policy", live, replica=replica, rank=rank, world_size=2, controlled=controlled, timeout=30
+                policy(), live, replica=replica, rank=rank, world_size=2, controlled=controlled, timeout=30
             )
             for rank, live in enumerate(self.live)
         ]
@@ -45,7 +47,7 @@ class Driven:
     def control(self, daemon: Daemon | None = None) -> refitd.ReplicaController:
         client = self.client if daemon is None else daemon.connect()
         return client.control_replica(
-            "policy", self.replica, pause=self.hook("pause"), commit=self.hook("commit"), resume=self.hook("resume")
+            policy(), self.replica, pause=self.hook("pause"), commit=self.hook("commit"), resume=self.hook("resume")
         )
 
     def values(self) -> set[float]:
@@ -56,19 +58,19 @@ class Driven:
         return [target.version for target in self.targets]
 
 
-def test_a_controller_pauses_commits_and_resumes_all_ranks(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon()
+def test_a_controller_pauses_commits_and_resumes_all_ranks(daemons: Start) -> None:
+    daemon = daemons()[0]
     engine = Driven(daemon)
     with trainer(daemon) as (client, source, tensors):
         with pytest.raises(refitd.RefusedError, match="control_replica"):
-            client.swap("policy", 1, timeout=60)
+            client.swap(policy(), 1, timeout=60)
         controller = engine.control()
         with pytest.raises(refitd.RefusedError, match="controlled by pid"):
             engine.control()
         for version in (1, 2):
             if version > 1:
                 publish(source, tensors, version)
-            assert client.swap("policy", version, timeout=60).outcome == "committed"
+            assert client.swap(policy(), version, timeout=60).outcome == "committed"
             eventually(lambda v=version: engine.versions == [v] * 2, "both ranks serve it")  # a rank reports it first
             assert engine.values() == {float(version)}
         asked = [(what, v) for v in (1, 2) for what in ("pause", "commit", "resume")]
@@ -78,53 +80,53 @@ def test_a_controller_pauses_commits_and_resumes_all_ranks(start_daemon: Callabl
         controller.close()
         publish(source, tensors, 3)
         with pytest.raises(refitd.RefusedError, match="control_replica"):
-            client.swap("policy", 3, timeout=60)
+            client.swap(policy(), 3, timeout=60)
 
 
 def test_a_pause_that_fails_aborts_the_swap_and_a_commit_that_fails_is_called_again(
-    start_daemon: Callable[..., Daemon],
+    daemons: Start,
 ) -> None:
-    daemon = start_daemon()
+    daemon = daemons()[0]
     engine = Driven(daemon)
     with trainer(daemon) as (client, source, tensors):
         engine.control()
         engine.fail["pause"] = 1
         with pytest.raises(refitd.SwapFailed, match=r"controller of a .*the pause went wrong"):
-            client.swap("policy", 1, timeout=60)
+            client.swap(policy(), 1, timeout=60)
         eventually(lambda: engine.calls == [("pause", 1), ("resume", None)], "it goes on with what it had")
         assert engine.values() == {0.0}
         engine.calls.clear()
         engine.fail["commit"] = 1
         with pytest.raises(refitd.SwapFailed, match=r"controller of a .*the commit went wrong") as raised:
-            client.swap("policy", 1, timeout=60)
+            client.swap(policy(), 1, timeout=60)
         assert raised.value.report is not None and raised.value.report.version == 1
         eventually(lambda: engine.versions == [1, 1], "the commit is called again")
         eventually(lambda: len(engine.calls) == 4, "the engine goes on")
         assert engine.calls == [("pause", 1), ("commit", 1), ("commit", 1), ("resume", 1)]
         publish(source, tensors, 2)
-        assert client.swap("policy", 2, timeout=60).outcome == "committed"
+        assert client.swap(policy(), 2, timeout=60).outcome == "committed"
         assert engine.values() == {2.0}
 
 
-def test_a_new_controller_finishes_what_a_dead_one_has_left(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon("[deadlines]\ncommit_s = 4.0\n")
+def test_a_new_controller_finishes_what_a_dead_one_has_left(daemons: Start) -> None:
+    daemon = daemons("[deadlines]\ncommit_s = 4.0\n")[0]
     engine = Driven(daemon)
     with trainer(daemon) as (client, source, tensors):
         first = engine.control(daemon)
         engine.fail["commit"] = 1_000_000
         with pytest.raises(refitd.SwapFailed):
-            client.swap("policy", 1, timeout=60)
+            client.swap(policy(), 1, timeout=60)
         first.close()
         assert engine.calls[-1] == ("resume", None)
         publish(source, tensors, 2)
         with pytest.raises(refitd.RefusedError):
-            client.swap("policy", 2, timeout=60)
+            client.swap(policy(), 2, timeout=60)
         engine.fail.clear()
         engine.calls.clear()
         engine.control()
         eventually(lambda: engine.calls == [("pause", 1), ("commit", 1), ("resume", 1)], "it begins at once")
         assert engine.values() == {1.0}
-        assert client.swap("policy", 2, timeout=60).outcome == "committed"
+        assert client.swap(policy(), 2, timeout=60).outcome == "committed"
         assert engine.values() == {2.0}
 
 
@@ -133,10 +135,10 @@ def test_a_coordinator_that_restarts_resumes_an_engine_that_stands_still(start_d
     daemon = start_daemon(standalone=False)
     coordinator = daemon.start_coordinator()
     engine, goes_on = Driven(daemon), threading.Event()
-    slow = controlled(daemon.connect(), "policy", weights(0), replica="slow", pause=lambda version: goes_on.wait(30))
+    slow = controlled(daemon.connect(), policy(), weights(0), replica="slow", pause=lambda version: goes_on.wait(30))
     with trainer(daemon) as (client, _, _):
         engine.control()
-        swap = RunningSwap(client, "policy", 1)
+        swap = RunningSwap(client, policy(), 1)
         eventually(lambda: engine.calls == [("pause", 1)], "it stands still, and nothing is decided")
         coordinator.kill()
         with pytest.raises(refitd.RefitdError):
@@ -148,6 +150,7 @@ def test_a_coordinator_that_restarts_resumes_an_engine_that_stands_still(start_d
 
 
 CONTROLLER = """
+from tests.support.names import policy
 import os, sys, time, refitd
 client = refitd.connect(sys.argv[1])
 dies = sys.argv[2]
@@ -159,7 +162,7 @@ def hook(what):
         if what == "commit":
             time.sleep(0.2)
     return called
-client.control_replica("policy", "a", pause=hook("pause"), commit=hook("commit"), resume=hook("resume"))
+client.control_replica(policy(), "a", pause=hook("pause"), commit=hook("commit"), resume=hook("resume"))
 print("there", flush=True)
 time.sleep(60)
 """
@@ -168,12 +171,12 @@ time.sleep(60)
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", ["pause", "commit", "resume"])
 @pytest.mark.parametrize("world", [1, 4])
-def test_a_controller_dies_in_each_hook(start_daemon: Callable[..., Daemon], dies: str, world: int) -> None:
-    daemon = start_daemon()
+def test_a_controller_dies_in_each_hook(daemons: Start, dies: str, world: int) -> None:
+    daemon = daemons()[0]
     ranks = Ranks(daemon, world, flips=world == 1)
     with trainer(daemon) as (client, source, tensors), Program(python(daemon, CONTROLLER, dies)) as process:
         assert process.line() == "there"
-        swap = RunningSwap(daemon.connect(), "policy", 1)
+        swap = RunningSwap(daemon.connect(), policy(), 1)
         stop = threading.Event()
 
         def commits() -> None:
@@ -198,19 +201,19 @@ def test_a_controller_dies_in_each_hook(start_daemon: Callable[..., Daemon], die
                 t.poll()
 
         controller = ranks.client.control_replica(
-            "policy",
+            policy(),
             "a",
             pause=lambda v: calls.append(("pause", v)),
             commit=commit,
             resume=lambda v: calls.append(("resume", v)),
         )
         if dies == "pause":
-            client.swap("policy", 1, timeout=60)
+            client.swap(policy(), 1, timeout=60)
         eventually(lambda: ranks.versions == [1] * world, f"all have it: {ranks.versions} {calls} {said}")
         assert ranks.values() == {1.0}
         publish(source, tensors, 2)
         eventually(
-            lambda: isinstance(quietly(lambda: client.swap("policy", 2, timeout=20, queue=True)), refitd.SwapReport),
+            lambda: isinstance(quietly(lambda: client.swap(policy(), 2, timeout=20, queue=True)), refitd.SwapReport),
             "next",
         )
         assert ranks.values() == {2.0}
@@ -219,8 +222,8 @@ def test_a_controller_dies_in_each_hook(start_daemon: Callable[..., Daemon], die
 
 
 @pytest.mark.slow
-def test_a_controller_that_hangs(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon("[deadlines]\npause_s = 3.0\ncommit_s = 4.0\n")
+def test_a_controller_that_hangs(daemons: Start) -> None:
+    daemon = daemons("[deadlines]\npause_s = 3.0\ncommit_s = 4.0\n")[0]
     ranks = Ranks(daemon, 2)
     hangs = {"pause": threading.Event(), "commit": threading.Event()}
     calls: list[tuple[str, int | None]] = []
@@ -236,17 +239,17 @@ def test_a_controller_that_hangs(start_daemon: Callable[..., Daemon]) -> None:
             t.poll()
 
     ranks.client.control_replica(
-        "policy", "a", pause=pause, commit=commit, resume=lambda v: calls.append(("resume", v))
+        policy(), "a", pause=pause, commit=commit, resume=lambda v: calls.append(("resume", v))
     )
     with trainer(daemon) as (client, source, tensors):
         with pytest.raises(refitd.SwapFailed):
-            client.swap("policy", 1, timeout=10)
+            client.swap(policy(), 1, timeout=10)
         assert ranks.values() == {0.0}
         hangs["pause"].set()
         eventually(lambda: calls == [("pause", 1), ("resume", None)], f"{calls}")
         eventually(
             lambda: (
-                isinstance(quietly(lambda: client.swap("policy", 1, timeout=10)), refitd.SwapFailed)
+                isinstance(quietly(lambda: client.swap(policy(), 1, timeout=10)), refitd.SwapFailed)
                 and ("commit", 1) in calls
             ),  # else the pause was not answered in its second
             "the commit hangs",
@@ -257,15 +260,14 @@ def test_a_controller_that_hangs(start_daemon: Callable[..., Daemon]) -> None:
         eventually(lambda: calls[-1] == ("resume", 1), f"{calls}")
         publish(source, tensors, 2)
         eventually(
-            lambda: isinstance(quietly(lambda: client.swap("policy", 2, timeout=10)), refitd.SwapReport), "two", 20
+            lambda: isinstance(quietly(lambda: client.swap(policy(), 2, timeout=10)), refitd.SwapReport), "two", 20
         )
         assert ranks.values() == {2.0}
 
 
 @pytest.mark.slow
-def test_a_controller_on_a_node_that_dies_in_its_commit(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon()
-    other = start_daemon(name="n1", joins=daemon.endpoint)
+def test_a_controller_on_a_node_that_dies_in_its_commit(daemons: Start) -> None:
+    daemon, other = daemons("", (1, 1))
     ranks = Ranks(daemon, 2)
     far = other.connect()
     calls: list[tuple[str, int | None]] = []
@@ -274,9 +276,9 @@ def test_a_controller_on_a_node_that_dies_in_its_commit(start_daemon: Callable[.
         calls.append(("commit", version))
         other.kill()
 
-    far.control_replica("policy", "a", commit=commit, resume=lambda v: calls.append(("resume", v)))
+    far.control_replica(policy(), "a", commit=commit, resume=lambda v: calls.append(("resume", v)))
     with trainer(daemon) as (client, source, tensors):
-        said = quietly(lambda: client.swap("policy", 1, timeout=10))
+        said = quietly(lambda: client.swap(policy(), 1, timeout=10))
         assert isinstance(said, refitd.SwapFailed), said
         assert ranks.values() == {0.0} and calls[0] == ("commit", 1)
         eventually(lambda: ("resume", None) in calls, f"its own end is noticed: {calls}")
@@ -286,7 +288,7 @@ def test_a_controller_on_a_node_that_dies_in_its_commit(start_daemon: Callable[.
                 t.poll()
 
         def again() -> bool:
-            said = quietly(lambda: ranks.client.control_replica("policy", "a", commit=take))
+            said = quietly(lambda: ranks.client.control_replica(policy(), "a", commit=take))
             return isinstance(said, refitd.ReplicaController)
 
         eventually(again, "another controller is let in once the node is given up", 60)
@@ -294,7 +296,7 @@ def test_a_controller_on_a_node_that_dies_in_its_commit(start_daemon: Callable[.
         assert ranks.values() == {1.0}
         publish(source, tensors, 2)
         eventually(
-            lambda: isinstance(quietly(lambda: client.swap("policy", 2, timeout=10, queue=True)), refitd.SwapReport),
+            lambda: isinstance(quietly(lambda: client.swap(policy(), 2, timeout=10, queue=True)), refitd.SwapReport),
             "two",
             40,
         )
@@ -304,8 +306,8 @@ def test_a_controller_on_a_node_that_dies_in_its_commit(start_daemon: Callable[.
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["close", "swap", "target", "evict", "client", "exit"])
 @pytest.mark.parametrize("where", ["pause", "commit"])
-def test_hooks_that_do_what_they_should_not(start_daemon: Callable[..., Daemon], what: str, where: str) -> None:
-    daemon = start_daemon("[deadlines]\npause_s = 3.0\ncommit_s = 4.0\n")
+def test_hooks_that_do_what_they_should_not(daemons: Start, what: str, where: str) -> None:
+    daemon = daemons("[deadlines]\npause_s = 3.0\ncommit_s = 4.0\n")[0]
     ranks = Ranks(daemon, 1, flips=True)
     mine = daemon.connect()
     said: list[object] = []
@@ -320,11 +322,11 @@ def test_hooks_that_do_what_they_should_not(start_daemon: Callable[..., Daemon],
                 if what == "close":
                     said.append(quietly(controller.close))
                 elif what == "swap":
-                    said.append(quietly(lambda: mine.swap("policy", timeout=1)))
+                    said.append(quietly(lambda: mine.swap(policy(), timeout=1)))
                 elif what == "target":
                     said.append(quietly(ranks.targets[0].close))
                 elif what == "evict":
-                    said.append(quietly(lambda: mine.evict("policy", "a")))
+                    said.append(quietly(lambda: mine.evict(policy(), "a")))
                 elif what == "client":
                     mine.close()
                 elif what == "exit":
@@ -336,11 +338,11 @@ def test_hooks_that_do_what_they_should_not(start_daemon: Callable[..., Daemon],
         return called
 
     def control(client: refitd.Client) -> refitd.ReplicaController:
-        return client.control_replica("policy", "a", pause=hook("pause"), commit=hook("commit"), resume=hook("resume"))
+        return client.control_replica(policy(), "a", pause=hook("pause"), commit=hook("commit"), resume=hook("resume"))
 
     controller = control(mine)
     with trainer(daemon) as (client, source, tensors):
-        first = quietly(lambda: client.swap("policy", 1, timeout=8))
+        first = quietly(lambda: client.swap(policy(), 1, timeout=8))
         assert ranks.values() in ({0.0}, {1.0}), ranks.values()
         if what in ("close", "client"):
             eventually(
@@ -348,12 +350,12 @@ def test_hooks_that_do_what_they_should_not(start_daemon: Callable[..., Daemon],
             )
         if what in ("target", "evict"):
             quietly(ranks.targets[0].close)
-            ranks.targets[0] = ranks.client.register_target("policy", ranks.live[0], replica="a", controlled=True)
+            ranks.targets[0] = ranks.client.register_target(policy(), ranks.live[0], replica="a", controlled=True)
         publish(source, tensors, 2)
         result: list[object] = []
 
         def done() -> bool:
-            result[:] = [quietly(lambda: client.swap("policy", 2, timeout=10, queue=True))]
+            result[:] = [quietly(lambda: client.swap(policy(), 2, timeout=10, queue=True))]
             return isinstance(result[0], refitd.SwapReport) or ranks.versions == [2]
 
         eventually(done, f"two: {first} {said} {calls}")
@@ -361,6 +363,6 @@ def test_hooks_that_do_what_they_should_not(start_daemon: Callable[..., Daemon],
         eventually(lambda: calls[-1][0] == "resume", f"{calls}")
         assert calls[-1] == ("resume", 2), (calls, first, said)
         publish(source, tensors, 3)
-        client.swap("policy", 3, timeout=30, queue=True)
+        client.swap(policy(), 3, timeout=30, queue=True)
         assert ranks.values() == {3.0}
-        assert client.verify("policy").outcome == "proven"
+        assert client.verify(policy()).outcome == "proven"

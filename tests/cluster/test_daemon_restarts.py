@@ -15,6 +15,7 @@ import torch
 import refitd
 from refitd.testing import Cluster, Daemon, Engine, eventually
 from tests.support import shards
+from tests.support.names import policy
 from tests.support.ways import SHAPES, WAIT_S, Fleet, values
 
 pytestmark = pytest.mark.slow
@@ -68,8 +69,8 @@ def test_one_node_of_two_is_restarted_while_the_coordinator_and_the_other_node_s
 def test_what_a_client_says_of_a_daemon_that_stays_away(daemon: Daemon) -> None:
     with daemon.connect(reconnect=True) as client:
         tensors = shards.whole(1)
-        source = client.register_source("policy", tensors)
-        target = client.register_target("policy", shards.zeros_like(shards.whole(1)), replica="r")
+        source = client.register_source(policy(), tensors)
+        target = client.register_target(policy(), shards.zeros_like(shards.whole(1)), replica="r")
         daemon.kill()
         assert target.poll() is None
 
@@ -84,7 +85,7 @@ def test_what_a_client_says_of_a_daemon_that_stays_away(daemon: Daemon) -> None:
             lambda: source.lend(1, timeout=0.2),
             lambda: client.status(timeout=0.2),
             lambda: target.suspend(timeout=0.2),
-            lambda: client.register_target("policy", shards.zeros_like(shards.whole(1)), replica="s", timeout=0.2),
+            lambda: client.register_target(policy(), shards.zeros_like(shards.whole(1)), replica="s", timeout=0.2),
         ):
             with pytest.raises(refitd.PeerLost, match=r"ended [\d.]+ s ago and is not back: .*start it"):
                 ask()
@@ -124,8 +125,8 @@ def test_a_suspended_engine_comes_back_suspended(fleet: Fleet) -> None:
 def test_a_version_that_was_lent_is_gone_with_the_daemon(daemon: Daemon) -> None:
     with daemon.connect(reconnect=True) as client:
         given = client.allocate({name: (shape, torch.bfloat16) for name, shape in SHAPES.items()})
-        source = client.register_source("policy", given)
-        target = client.register_target("policy", live := values(0), replica="r")
+        source = client.register_source(policy(), given)
+        target = client.register_target(policy(), live := values(0), replica="r")
         lease = source.lend(1)
         daemon.kill()
         with pytest.raises(refitd.PeerLost, match="has ended"):
@@ -138,7 +139,7 @@ def test_a_version_that_was_lent_is_gone_with_the_daemon(daemon: Daemon) -> None
         for name, tensor in values(2).items():
             given[name].copy_(tensor)
         with Engine(target), source.lend(2):
-            client.swap("policy", 2, timeout=WAIT_S)
+            client.swap(policy(), 2, timeout=WAIT_S)
         assert target.version == 2 and shards.equal(live, values(2))
 
 
@@ -156,7 +157,7 @@ def test_a_streamed_source_keeps_its_versions(fleet: Fleet) -> None:
 
 def test_a_client_that_is_closed_while_its_daemon_is_away_leaves_nothing(daemon: Daemon, tmp_path: Path) -> None:
     client = daemon.connect(reconnect=True)
-    client.register_source("policy", shards.whole(1)).publish(1)
+    client.register_source(policy(), shards.whole(1)).publish(1)
     daemon.kill()
     client.close()
     daemon.start()

@@ -14,6 +14,7 @@ import pytest
 import refitd
 from refitd.testing import Daemon, Engine, ProcessFailed, RunningSwap, eventually, stopped
 from tests.support import shards
+from tests.support.names import policy
 from tests.support.programs import Program, python
 from tests.support.two_replicas import Fleet
 
@@ -21,7 +22,7 @@ from tests.support.two_replicas import Fleet
 def test_a_worker_killed_while_staging_aborts_the_swap_and_is_named(fleet: Fleet) -> None:
     workers = fleet.trainer.status().nodes[0].workers
     with stopped(workers):
-        running = RunningSwap(fleet.daemon.connect(), "policy", 2)
+        running = RunningSwap(fleet.daemon.connect(), policy(), 2)
         eventually(lambda: "version=2 phase=stage plan=" in fleet.daemon.log(), "the worker is told to stage")
         os.kill(workers[0], signal.SIGKILL)
         with pytest.raises(refitd.RefitFailed) as failure:
@@ -38,7 +39,7 @@ def test_a_worker_killed_while_staging_aborts_the_swap_and_is_named(fleet: Fleet
 def test_a_stopped_worker_ends_the_swap_at_its_deadline(fleet: Fleet) -> None:
     workers = fleet.trainer.status().nodes[0].workers
     with stopped(workers):
-        running = RunningSwap(fleet.daemon.connect(), "policy", 2, timeout=1.0)
+        running = RunningSwap(fleet.daemon.connect(), policy(), 2, timeout=1.0)
         with pytest.raises(refitd.RefitFailed, match=r"phase stage ended at its deadline .* waiting for n0"):
             running.result()
         # silent workers have been replaced: the next swap needs no manual step
@@ -50,6 +51,7 @@ def victim(daemon: Daemon, code: str) -> Iterator[Program]:
     """Run a client in another process, until it says that it is there."""
     head = """
         import os, sys, torch, refitd
+        from tests.support.names import policy
         client = refitd.connect(sys.argv[1], name="victim")
         def there(): os.write(1, b"there\\n")
     """
@@ -62,7 +64,7 @@ VICTIM_TARGET = """
     sizes = {"embedding.weight": (64, 48), "layers.0.fc1.weight": (96, 48),
              "layers.0.fc2.weight": (48, 96), "layers.0.norm.weight": (48,)}
     tensors = {n: torch.zeros(s, dtype=torch.bfloat16) for n, s in sizes.items()}
-    target = client.register_target("policy", tensors, replica="victim")
+    target = client.register_target(policy(), tensors, replica="victim")
     target.wait(1, timeout=30)  # it catches up with the others
     there()
     sys.stdin.read()
@@ -73,7 +75,7 @@ def test_a_client_that_dies_while_staging_aborts_the_swap_and_is_named(fleet: Fl
     workers = fleet.trainer.status().nodes[0].workers
     with victim(fleet.daemon, VICTIM_TARGET) as process:
         with stopped(workers):
-            running = RunningSwap(fleet.daemon.connect(), "policy", 2)
+            running = RunningSwap(fleet.daemon.connect(), policy(), 2)
             running.wait_phase("stage")
             process.kill()
             with pytest.raises(
@@ -89,7 +91,7 @@ def test_a_client_that_dies_while_staging_aborts_the_swap_and_is_named(fleet: Fl
 def test_an_engine_that_its_supervisor_restarts_in_the_middle_of_a_swap_is_back_at_what_was_live(fleet: Fleet) -> None:
     workers = fleet.trainer.status().nodes[0].workers
     with victim(fleet.daemon, VICTIM_TARGET) as process, stopped(workers):
-        running = RunningSwap(fleet.daemon.connect(), "policy", 2)
+        running = RunningSwap(fleet.daemon.connect(), policy(), 2)
         running.wait_phase("stage")
         process.kill()
         with victim(fleet.daemon, VICTIM_TARGET) as successor:  # registers immediately, under the dead client's name
@@ -107,7 +109,7 @@ def test_an_engine_that_its_supervisor_restarts_in_the_middle_of_a_swap_is_back_
 
 def test_a_client_that_dies_after_the_decision_is_named_and_the_others_commit(fleet: Fleet) -> None:
     with victim(fleet.daemon, VICTIM_TARGET) as process:
-        running = RunningSwap(fleet.daemon.connect(), "policy", 2)
+        running = RunningSwap(fleet.daemon.connect(), policy(), 2)
         running.wait_phase("commit")
         process.kill()
         with Engine(*fleet.targets), pytest.raises(refitd.RefitFailed, match="incomplete in phase commit") as failure:
@@ -124,7 +126,7 @@ def test_a_client_that_dies_while_registering_leaves_nothing(fleet: Fleet) -> No
     code = """
         import threading
         tensors = {"w": torch.zeros(64 << 20, dtype=torch.uint8)}
-        threading.Thread(target=client.register_target, args=("policy", tensors), kwargs={"replica": "v"}).start()
+        threading.Thread(target=client.register_target, args=(policy(), tensors), kwargs={"replica": "v"}).start()
         there()
         os.kill(os.getpid(), 9)
     """
@@ -147,7 +149,7 @@ def test_a_coordinator_that_cannot_start_ends_the_daemon_with_the_reason(
 
 def test_a_client_notices_at_once_that_the_daemon_is_gone(daemon: Daemon) -> None:
     with daemon.connect() as client:
-        target = client.register_target("policy", shards.whole(1), replica="r")
+        target = client.register_target(policy(), shards.whole(1), replica="r")
         daemon.kill()
         with pytest.raises(refitd.PeerLost, match="daemon of node n0 has ended"):
             target.wait(1, timeout=10)

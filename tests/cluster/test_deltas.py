@@ -18,6 +18,7 @@ from refitd.testing import Daemon, Engine, RunningSwap, eventually
 from tests.support import shards
 from tests.support.controls import controlled
 from tests.support.fleet import CutReplica, CutSource
+from tests.support.names import policy
 
 Nodes = tuple[Daemon, ...]
 Tensors = dict[str, torch.Tensor]
@@ -54,13 +55,13 @@ class Pair:
         self.trainer, self.engine = self.n0.connect(), self.n1.connect()
         self.held = made(0, dtype)
         self.cast = {} if dtype is torch.bfloat16 else {"cast": str(dtype).removeprefix("torch.")}
-        self.source = self.trainer.register_source("policy", self.held)
+        self.source = self.trainer.register_source(policy(), self.held)
         self.targets: list[refitd.Target] = []
         self.live: list[Tensors] = []
 
     def add(self, live: Tensors, replica: str, **options: object) -> refitd.Target:
         self.live.append(live)
-        self.targets.append(self.engine.register_target("policy", live, replica=replica, **self.cast, **options))  # type: ignore[arg-type]
+        self.targets.append(self.engine.register_target(policy(), live, replica=replica, **self.cast, **options))  # type: ignore[arg-type]
         return self.targets[-1]
 
     def empty(self, *, flips: bool = False) -> Tensors:
@@ -73,7 +74,7 @@ class Pair:
         if publish:
             self.source.publish(version)
         with Engine(*self.targets):
-            return self.trainer.swap("policy", version, timeout=60)
+            return self.trainer.swap(policy(), version, timeout=60)
 
     def digested(self, version: int) -> None:
         """Wait until the engine's node has the digest of a version."""
@@ -168,7 +169,7 @@ def test_a_wrong_base_is_known_however_late_its_daemon_hears_of_it(nodes: Callab
     (worker,) = pair.n1.workers()
     os.kill(worker, signal.SIGSTOP)
     with Engine(*pair.targets):
-        swapping = RunningSwap(pair.n0.connect(), "policy", 2)
+        swapping = RunningSwap(pair.n0.connect(), policy(), 2)
         eventually(lambda: "version=2 phase=stage" in pair.n1.log(), "the worker has been told")
         os.kill(pair.n1.pid, signal.SIGSTOP)
         os.kill(worker, signal.SIGCONT)
@@ -203,8 +204,8 @@ def test_a_version_is_proven_whole_whatever_share_of_it_crossed(nodes: Callable[
     most = pair.swap(6).crossing
     assert most.delta_bytes < 0.1 * whole and most.crossed_bytes > 0.9 * whole, "nearly everything has changed"
     pair.check()
-    assert pair.trainer.verify("policy").outcome == "proven"
-    (entry, *_) = pair.trainer.history("policy").swaps
+    assert pair.trainer.verify(policy()).outcome == "proven"
+    (entry, *_) = pair.trainer.history(policy()).swaps
     assert entry.report is not None and entry.report.crossing == most
     pair.close()
 
@@ -220,13 +221,13 @@ def test_a_rank_that_lacks_the_version_before_gets_all_of_it(nodes: Callable[...
     newer = {name: tensor.clone() for name, tensor in pair.held.items()}
     assert pair.swap(2).crossing.changed
     with Engine(*pair.targets):
-        back = pair.trainer.rollback("policy", timeout=60)
+        back = pair.trainer.rollback(policy(), timeout=60)
     assert back.crossing.delta_bytes == back.crossing.bytes, "the older version is a change to the newer one, too"
     assert shards.equal(pair.live[0], before)
     pair.add(pair.empty(flips=True), "b", mode="flip")
     with Engine(*pair.targets):
         pair.targets[1].wait(1, timeout=60)
-        report = pair.trainer.swap("policy", 2, timeout=60)
+        report = pair.trainer.swap(policy(), 2, timeout=60)
         assert report.crossing.delta_bytes == report.crossing.bytes
     assert all(shards.equal(live, newer) for live in pair.live)
 
@@ -237,7 +238,7 @@ def test_a_rank_that_lacks_the_version_before_gets_all_of_it(nodes: Callable[...
             raise RuntimeError("not now")
 
     late = pair.empty()
-    target = controlled(pair.engine, "policy", late, replica="c", pause=stand_still)
+    target = controlled(pair.engine, policy(), late, replica="c", pause=stand_still)
     eventually(lambda: target.version == 2, "it has caught up")
     refuses.set()
     changed(pair.held, 0.01, 3)
@@ -265,13 +266,13 @@ def test_ranks_of_both_sides_on_both_nodes_and_mxfp8(nodes: Callable[..., Nodes]
             name: MXFP8Buffer.empty(tuple(t.shape)) if t.dim() == 2 and t.shape[1] % 32 == 0 else torch.zeros_like(t)
             for name, t in shards.whole(0).items()
         }
-        converts = c1.register_target("policy", quantized, replica="mxfp8")
+        converts = c1.register_target(policy(), quantized, replica="mxfp8")
         full = shards.whole(1)
         with Engine(*replica.targets, converts):
             for version in range(1, 6):
                 changed(full, 0.02, version)
                 sources.publish(full, version)
-                report = c0.swap("policy", version, timeout=90)
+                report = c0.swap(policy(), version, timeout=90)
                 assert (report.crossing.delta_bytes == report.crossing.bytes) == (version > 1)
                 assert replica.holds(full)
                 for name, tensor in full.items():

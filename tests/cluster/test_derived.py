@@ -11,11 +11,13 @@ import refitd
 from refitd import Derived, MXFP8Buffer
 from refitd.testing import Daemon, Engine, eventually
 from tests.support.mxfp8_replicas import Replica, Trainer, model
+from tests.support.names import named
+from tests.support.passed_on import Start
 
 
 @pytest.fixture
-def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
-    return start_daemon("[deadlines]\ncommit_s = 10.0\nstage_s = 20.0\n")
+def daemon(daemons: Start) -> Daemon:
+    return daemons("[deadlines]\ncommit_s = 10.0\nstage_s = 20.0\n")[0]
 
 
 def swap_fails(daemon: Daemon, says: str, register: Callable[[refitd.Client], object]) -> None:
@@ -23,7 +25,7 @@ def swap_fails(daemon: Daemon, says: str, register: Callable[[refitd.Client], ob
         Trainer((trainer,), 1).publish(1)
         with Engine(register(engine)) as running:
             with pytest.raises(refitd.RefitFailed, match=says):
-                trainer.swap("m", 1, timeout=60)
+                trainer.swap(named("m"), 1, timeout=60)
             eventually(lambda: bool(running.errors), "the engine was told")
 
 
@@ -49,7 +51,7 @@ def test_a_weight_that_moves_during_the_commit_fails_it_by_name(daemon: Daemon) 
             mine["norm"].data = torch.ones(128, dtype=torch.bfloat16)
 
         derived = {"fused": Derived(torch.zeros(4), ("norm",), refresh)}
-        return engine.register_target("m", mine, replica="r", derived=derived)
+        return engine.register_target(named("m"), mine, replica="r", derived=derived)
 
     swap_fails(daemon, r"norm: its storage has changed during the commit", register)
 
@@ -70,11 +72,11 @@ def test_derived_tensors_are_made_anew_after_the_weights_in_order(daemon: Daemon
             torch.mul(total, 2, out=tensor)
 
         derived = {"total": Derived(total, ("norm",), add), "double": Derived(double, (), twice)}
-        target = engine.register_target("m", held, replica="r", derived=derived)
+        target = engine.register_target(named("m"), held, replica="r", derived=derived)
         with Engine(target) as running:
             for version in (1, 2):
                 full = sources.publish(version)
-                report = trainer.swap("m", version, timeout=60)
+                report = trainer.swap(named("m"), version, timeout=60)
                 assert torch.equal(double, (full["norm"] + 1) * 2)
         assert seen == ["total", "double"] * 2 and not running.errors
         assert report.members[0].paused_s == pytest.approx(target.last_pause_s)
@@ -102,7 +104,7 @@ def test_a_hook_that_raises_or_replaces_its_tensor_fails_the_commit_by_name(
     def register(engine: refitd.Client) -> object:
         mine = {name: torch.zeros_like(tensor) for name, tensor in model(0).items()}
         derived = {"fused": Derived(torch.zeros(4), ("norm",), hook)}
-        return engine.register_target("m", mine, replica="r", derived=derived)
+        return engine.register_target(named("m"), mine, replica="r", derived=derived)
 
     swap_fails(daemon, says, register)
 
@@ -112,7 +114,9 @@ def test_a_derived_tensor_without_a_hook_refuses_the_swap(daemon: Daemon) -> Non
         Trainer((trainer,), 1).publish(1)
         mine = {name: torch.zeros_like(tensor) for name, tensor in model(0).items()}
         with pytest.raises(refitd.RefusedError, match=r"fused: .*made of \['other'\]"):
-            engine.register_target("m", mine, replica="r", derived={"fused": Derived(torch.zeros(4), ("other",))})
-        engine.register_target("m", mine, replica="r", derived={"fused": Derived(torch.zeros(4), ("norm",))})
+            engine.register_target(
+                named("m"), mine, replica="r", derived={"fused": Derived(torch.zeros(4), ("other",))}
+            )
+        engine.register_target(named("m"), mine, replica="r", derived={"fused": Derived(torch.zeros(4), ("norm",))})
         with pytest.raises(refitd.RefusedError, match=r"r rank 0 .*fused derived from .*no hook"):
-            trainer.swap("m", 1, timeout=60)
+            trainer.swap(named("m"), 1, timeout=60)

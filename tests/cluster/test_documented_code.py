@@ -17,7 +17,7 @@ import refitd
 from refitd.testing import Daemon, Engine, eventually
 from tests.support.pages import Page, While, all_blocks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.own_daemon, pytest.mark.slow, pytest.mark.timeout(120)]
 
 # The file that runs each block that is not run here, by page and a text in the block.
 ELSEWHERE = {

@@ -13,6 +13,7 @@ import refitd
 from refitd.testing import Daemon
 from tests.support import programs
 from tests.support.hostile import RawPeer, fleet
+from tests.support.names import named, policy
 from tests.support.trainer import ANSWER_S
 
 
@@ -38,15 +39,15 @@ NONSENSE: list[tuple[object, str]] = [
     ({"type": "Explode"}, "'Explode' refused: it is not one that protocol 4."),
     ({"type": "StartSwap"}, "missing required field `model`"),
     ({"type": "StartSwap", "model": 5}, "Expected `str`, got `int`"),
-    ({"type": "StartSwap", "model": "policy", "version": 1 << 62 | 1}, "version"),
+    ({"type": "StartSwap", "model": policy(), "version": 1 << 62 | 1}, "version"),
     ({"type": "CreateArena", "nbytes": -1}, "nbytes"),
     ({"type": "CreateArena", "nbytes": 1 << 60}, "limit"),
     ({"type": "Deregister", "member": "policy/a:0@n0#4"}, "not a registration of this session"),
-    ({"type": "RegisterTarget", "model": "m", "replica": "r", "rank": 3, "world_size": 2,
+    ({"type": "RegisterTarget", "model": named("m"), "replica": "r", "rank": 3, "world_size": 2,
       "shard": {"tensors": [{"name": "w", "shape": [1], "dtype": "float32"}]}}, "rank 3 is not in"),
-    ({"type": "RegisterTarget", "model": "m", "replica": "r", "rank": 0, "world_size": 1,
+    ({"type": "RegisterTarget", "model": named("m"), "replica": "r", "rank": 0, "world_size": 1,
       "shard": {"tensors": [{"name": "w", "shape": [1 << 40, 1 << 40], "dtype": "float32"}]}}, "the limit is"),
-    ({"type": "RegisterTarget", "model": "m", "replica": "r", "rank": 0, "world_size": 1,
+    ({"type": "RegisterTarget", "model": named("m"), "replica": "r", "rank": 0, "world_size": 1,
       "shard": {"tensors": [{"name": "w", "shape": [1], "dtype": "float7"}]}}, "unknown dtype 'float7'"),
     ([1, 2], "refused"),
     ("hello", "refused"),

@@ -18,6 +18,7 @@ from refitd.testing import Daemon, Engine
 from tests.support.adapter_ranks import Model
 from tests.support.adapter_ranks import values as trained
 from tests.support.engine_stand_ins import sglang_modules, write_checkpoint
+from tests.support.names import policy
 
 Offering = tuple[refitd.Client, refitd.Source, dict[str, torch.Tensor]]
 SHAPES = {"a": (5, 3), "b": (4,)}
@@ -38,19 +39,19 @@ def stood(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., Any]]:
 
 def test_an_engine_is_called_once_its_version_is_decided(daemon: Daemon) -> None:
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
-        source = trainer.register_source("policy", values(1))
+        source = trainer.register_source(policy(), values(1))
         held = values(0)
-        target = engine.register_target("policy", held, replica="a")
+        target = engine.register_target(policy(), held, replica="a")
         source.publish(1)
         called = []
 
         def take_over() -> None:
             called.append((held["a"][0, 0].item(), target.wait(1, timeout=5.0)))
 
-        report = swap_and_drive(trainer, "policy", 1, take_over)
+        report = swap_and_drive(trainer, policy(), 1, take_over)
         assert called == [(0.0, 1)] and report.outcome == "committed"
         with pytest.raises(refitd.RefusedError, match="version 2"):
-            swap_and_drive(trainer, "policy", 2, take_over)
+            swap_and_drive(trainer, policy(), 2, take_over)
         assert len(called) == 1  # no decision, so the callback was not called
         source.publish(2)
 
@@ -59,12 +60,12 @@ def test_an_engine_is_called_once_its_version_is_decided(daemon: Daemon) -> None
             raise OSError("the engine has gone")
 
         with pytest.raises(OSError, match="the engine has gone"):
-            swap_and_drive(trainer, "policy", 2, fails)
+            swap_and_drive(trainer, policy(), 2, fails)
 
 
 def test_engines_are_called_before_the_decision_only_if_one_needs_it(daemon: Daemon) -> None:
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine, daemon.connect("other") as other:
-        source = trainer.register_source("policy", values(1))
+        source = trainer.register_source(policy(), values(1))
         calls: list[str] = []
         targets = {}
 
@@ -72,19 +73,19 @@ def test_engines_are_called_before_the_decision_only_if_one_needs_it(daemon: Dae
             calls.append("register")
             for client, replica in ((engine, "a"), (other, "b")):
                 if replica not in targets:
-                    targets[replica] = client.register_target("policy", values(0), replica=replica)
+                    targets[replica] = client.register_target(policy(), values(0), replica=replica)
 
         def catch_up() -> None:
             calls.append("catch up")
             targets["b"].wait(1, timeout=5.0)
 
-        fleet = Fleet(trainer, "policy")
+        fleet = Fleet(trainer, policy())
         fleet.prepare(register, catch_up)
         fleet.prepare(register, catch_up)
         assert calls == ["register"]
         source.publish(1)
         with pytest.raises(refitd.SwapFailed):  # the second target is not driven
-            swap_and_drive(trainer, "policy", 1, lambda: targets["a"].wait(1, timeout=5.0) and None, timeout=2.0)
+            swap_and_drive(trainer, policy(), 1, lambda: targets["a"].wait(1, timeout=5.0) and None, timeout=2.0)
         fleet.prepare(register, catch_up)
         assert calls == ["register", "catch up"] and targets["b"].version == 1
         targets.pop("a").close()  # like a restarted engine
@@ -97,7 +98,7 @@ def test_engines_are_called_before_the_decision_only_if_one_needs_it(daemon: Dae
 def offering(daemon: Daemon) -> Iterator[Offering]:
     with daemon.connect("trainer") as client:
         weights = values(1)
-        yield client, client.register_source("policy", weights), weights
+        yield client, client.register_source(policy(), weights), weights
 
 
 def test_sglang_refuses_unknown_settings_and_another_sender(stood: dict[str, Callable[..., Any]]) -> None:
@@ -113,9 +114,9 @@ def test_sglang_refuses_another_revision_and_an_engine_without_its_checkpoint(
     daemon: Daemon, stood: object, tmp_path: Path
 ) -> None:
     with daemon.connect("trainer") as trainer:
-        trainer.register_source("policy", {**trained(1), "norm": torch.zeros(65)})
+        trainer.register_source(policy(), {**trained(1), "norm": torch.zeros(65)})
         checkpoint = write_checkpoint(tmp_path, trained(0))
-        settings = sglang.Settings(replica="a", directory=str(daemon.directory), checkpoint=checkpoint)
+        settings = sglang.Settings(model=policy(), replica="a", directory=str(daemon.directory), checkpoint=checkpoint)
         with pytest.raises(refitd.RefusedError, match=r"norm: the trainer offers \[65\], .* has \[64\]"):
             sglang.SchedulerRank(Model(), settings).bind()
         with pytest.raises(refitd.RefusedError, match="to check the layout against"):
@@ -152,10 +153,10 @@ def test_weights_that_an_engine_registers_move_into_an_arena_or_stay_with_the_re
         assert not engines.adopt(engine, weights, 5.0)  # a second time, when the first registration was refused
         assert weights["layers.0.a"] is a and type(a) is Loaded
         target = engine.register_target(
-            "policy", {name[-1]: tensor.data for name, tensor in weights.items()}, replica="a"
+            policy(), {name[-1]: tensor.data for name, tensor in weights.items()}, replica="a"
         )
         assert target.flips
         source.publish(1)
         with Engine(target):
-            engine.swap("policy", 1, timeout=30)
+            engine.swap(policy(), 1, timeout=30)
         assert (a == 1).all() and (weights["layers.0.b"] == 1).all()

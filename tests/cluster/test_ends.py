@@ -17,6 +17,7 @@ import torch
 
 import refitd
 from refitd.testing import Daemon, Engine, eventually
+from tests.support.names import policy
 
 CTL = [sys.executable, "-m", "refitd_cli.control"]
 SERVE = [sys.executable, "-m", "refitd_cli.daemon"]
@@ -262,8 +263,8 @@ def test_nul_in_a_name_is_a_clear_error(shared_daemon: Daemon) -> None:
         weights = {"w": torch.zeros(8)}
         for register in (
             lambda: client.register_source("po\0licy", weights),
-            lambda: client.register_target("policy", weights, replica="a\0"),
-            lambda: client.register_source("policy", {"w\0": torch.zeros(8)}),
+            lambda: client.register_target(policy(), weights, replica="a\0"),
+            lambda: client.register_source(policy(), {"w\0": torch.zeros(8)}),
             lambda: client.swap("po\0licy"),
         ):
             with pytest.raises(refitd.RefusedError, match="NUL character"):

@@ -12,6 +12,8 @@ import pytest
 
 from refitd.testing import Daemon
 
+pytestmark = pytest.mark.own_daemon
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 3
 WAIT_S = 120

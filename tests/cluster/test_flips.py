@@ -6,7 +6,6 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,11 +23,13 @@ from tests.support.fleet import go_live
 from tests.support.flip_engine import served
 from tests.support.flips import SHAPES, Fleet, holds, version
 from tests.support.mapped import staging_arenas
+from tests.support.names import policy
+from tests.support.passed_on import Start
 
 
-def test_what_cannot_flip_is_copied_or_refused_by_name(start_daemon: Callable[..., Daemon]) -> None:
-    with start_daemon().connect() as client:
-        client.register_source("policy", version(1))
+def test_what_cannot_flip_is_copied_or_refused_by_name(daemons: Start) -> None:
+    with daemons()[0].connect() as client:
+        client.register_source(policy(), version(1))
         for wrong, problem in {
             "private": "client.allocate",
             "several": "2 arenas",
@@ -44,20 +45,20 @@ def test_what_cannot_flip_is_copied_or_refused_by_name(start_daemon: Callable[..
                 whole = client.allocate(SHAPES)
                 live = {"w": whole["w"][:, :30], "n": whole["w"][:, 40:]}
             with pytest.raises(refitd.RefusedError, match=problem):
-                client.register_target("policy", live, replica=wrong, mode="flip")
-            assert not client.register_target("policy", live, replica=wrong).flips
+                client.register_target(policy(), live, replica=wrong, mode="flip")
+            assert not client.register_target(policy(), live, replica=wrong).flips
         live = client.allocate(SHAPES)
-        assert not client.register_target("policy", live, replica="c", mode="copy").flips
+        assert not client.register_target(policy(), live, replica="c", mode="copy").flips
         with pytest.raises(refitd.RefusedError, match="'flip' or 'copy'"):
-            client.register_target("policy", live, replica="d", mode="flop")  # type: ignore[arg-type]
+            client.register_target(policy(), live, replica="d", mode="flop")  # type: ignore[arg-type]
         shared = client.allocate(SHAPES)
         client.register_source("other", shared)
         with pytest.raises(refitd.RefusedError, match="another registration"):
-            client.register_target("policy", shared, replica="e", mode="flip")
+            client.register_target(policy(), shared, replica="e", mode="flip")
 
 
-def test_a_source_that_lends_tensors_that_flip(start_daemon: Callable[..., Daemon]) -> None:
-    fleet = Fleet(start_daemon())
+def test_a_source_that_lends_tensors_that_flip(daemons: Start) -> None:
+    fleet = Fleet(daemons()[0])
     relay = fleet.engine.register_source("relayed", fleet.live)
     live = version(0)
     last = fleet.trainer.register_target("relayed", live, replica="z")
@@ -70,16 +71,16 @@ def test_a_source_that_lends_tensors_that_flip(start_daemon: Callable[..., Daemo
         assert holds(live, number) and holds(other, number), relay.lending
 
 
-def test_a_source_registered_first_and_then_a_target_of_the_same_arena(start_daemon: Callable[..., Daemon]) -> None:
+def test_a_source_registered_first_and_then_a_target_of_the_same_arena(daemons: Start) -> None:
     """A trainer that is also an engine: the source's dict names the arena's tensors before or after they flip."""
-    daemon = start_daemon()
+    daemon = daemons()[0]
     with daemon.connect() as trainer, daemon.connect() as engine:
         given = {"w": torch.zeros(64)}
-        source = trainer.register_source("policy", given)
+        source = trainer.register_source(policy(), given)
         live = engine.allocate({"w": ((64,), torch.float32)})
         named = {"w": torch.zeros(64)}
         relay = engine.register_source("relayed", named)
-        target = engine.register_target("policy", live, replica="a")
+        target = engine.register_target(policy(), live, replica="a")
         assert target.flips
         out = {"w": torch.zeros(64)}
         last = trainer.register_target("relayed", out, replica="z")
@@ -98,33 +99,33 @@ def compared(daemon: Daemon, version: int) -> bool:
 
 
 def test_a_version_that_was_changed_while_it_was_live_does_not_come_back_by_an_exchange(
-    start_daemon: Callable[..., Daemon],
+    daemons: Start,
 ) -> None:
-    fleet = Fleet(daemon := start_daemon())
+    fleet = Fleet(daemon := daemons()[0])
     fleet.swap(1)
-    assert fleet.trainer.verify("policy").outcome == "proven"
+    assert fleet.trainer.verify(policy()).outcome == "proven"
     fleet.live["w"][3, 5] = 99.0
     fleet.swap(2)
     with Engine(fleet.target):
         with pytest.raises(refitd.SwapFailed, match="w: its memory has changed since version 1 went live"):
-            fleet.trainer.rollback("policy", timeout=30)
+            fleet.trainer.rollback(policy(), timeout=30)
         assert holds(fleet.live, 2) and fleet.target.version == 2
-        assert fleet.trainer.rollback("policy", timeout=30).bytes > 0, "from the source, which holds it"
+        assert fleet.trainer.rollback(policy(), timeout=30).bytes > 0, "from the source, which holds it"
         assert holds(fleet.live, 1)
     assert "differs" in daemon.log()
 
 
 def test_a_version_that_was_changed_after_it_was_compared_is_found_once_it_is_live_and_not_served(
-    start_daemon: Callable[..., Daemon],
+    daemons: Start,
 ) -> None:
-    fleet = Fleet(daemon := start_daemon())
+    fleet = Fleet(daemon := daemons()[0])
     for number in (1, 2):
         fleet.swap(number)
     eventually(lambda: compared(daemon, 1), "the other arena has been compared")
     (address,) = staging_arenas()  # after two exchanges it is not live
     ctypes.memset(address + 1000, 0x5A, 4)  # like a forked child that still maps the old arenas
     with Engine(fleet.target):
-        assert fleet.trainer.rollback("policy", timeout=30).bytes == 0
+        assert fleet.trainer.rollback(policy(), timeout=30).bytes == 0
         eventually(lambda: "its memory has changed since version 1" in fleet.target.fenced, "it is fenced")
         fleet.swap(3)
         eventually(lambda: fleet.target.version == 3, "it serves again")
@@ -132,44 +133,42 @@ def test_a_version_that_was_changed_after_it_was_compared_is_found_once_it_is_li
 
 
 def test_a_rollback_that_comes_at_once_waits_until_the_other_arena_is_compared(
-    start_daemon: Callable[..., Daemon],
+    daemons: Start,
 ) -> None:
-    fleet = Fleet(daemon := start_daemon())
+    fleet = Fleet(daemon := daemons()[0])
     for number in (1, 2):
         fleet.swap(number)
     with Engine(fleet.target):
         for number in (1, 2, 1):
-            assert fleet.trainer.rollback("policy", number, timeout=30).bytes == 0
+            assert fleet.trainer.rollback(policy(), number, timeout=30).bytes == 0
             assert compared(daemon, number) and holds(fleet.live, number)
-    assert fleet.trainer.verify("policy").outcome == "proven"
+    assert fleet.trainer.verify(policy()).outcome == "proven"
 
 
-def test_an_eviction_in_a_commit_leaves_a_rank_that_serves_nothing(start_daemon: Callable[..., Daemon]) -> None:
+def test_an_eviction_in_a_commit_leaves_a_rank_that_serves_nothing(daemons: Start) -> None:
     """The eviction comes after the exchange, and before the commit is reported."""
     evicts: list[int] = []
 
     def refresh(tensor: torch.Tensor) -> None:
         if evicts and evicts.pop():
-            fleet.trainer.evict("policy", "a")
+            fleet.trainer.evict(policy(), "a")
 
-    fleet = Fleet(start_daemon(), derived={"d": refitd.Derived(torch.zeros(3), ("w",), refresh)})
+    fleet = Fleet(daemons()[0], derived={"d": refitd.Derived(torch.zeros(3), ("w",), refresh)})
     fleet.swap(1)
     evicts.append(2)
     with pytest.raises(refitd.RefitdError):
         fleet.swap(2)
     eventually(lambda: fleet.target.version is None, "it serves nothing")
     fleet.target.close()
-    fleet.target = fleet.engine.register_target("policy", fleet.live, replica="a")
+    fleet.target = fleet.engine.register_target(policy(), fleet.live, replica="a")
     for number in (3, 4, 5, 6):
         fleet.publish(number)
         with Engine(fleet.target):
-            fleet.trainer.swap("policy", number, timeout=30, queue=True)
+            fleet.trainer.swap(policy(), number, timeout=30, queue=True)
         assert holds(fleet.live, number)
 
 
-def test_a_decision_repeated_at_the_end_of_a_commit(
-    start_daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decision_repeated_at_the_end_of_a_commit(daemons: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new coordinator repeats its decision just after the exchange: the answer must confirm the decision."""
     hear, flipped, heard = CommitState.hear, PollSteps.flipped, []
 
@@ -184,16 +183,16 @@ def test_a_decision_repeated_at_the_end_of_a_commit(
 
     monkeypatch.setattr(CommitState, "hear", hears)
     monkeypatch.setattr(PollSteps, "flipped", repeated)
-    fleet = Fleet(start_daemon())
+    fleet = Fleet(daemons()[0])
     for number in (1, 2, 3):
         fleet.swap(number)
         assert holds(fleet.live, number)
-        assert fleet.trainer.verify("policy").outcome == "proven"
+        assert fleet.trainer.verify(policy()).outcome == "proven"
 
 
-def test_unregistered_parts_of_an_arena_keep_their_values(start_daemon: Callable[..., Daemon]) -> None:
+def test_unregistered_parts_of_an_arena_keep_their_values(daemons: Start) -> None:
     """The registered views leave a hole, and refitd must not change the bytes in the hole."""
-    daemon = start_daemon()
+    daemon = daemons()[0]
     with daemon.connect() as trainer, daemon.connect() as engine:
         whole = engine.allocate({"w": ((4, 8), torch.float32)})["w"]
         whole.fill_(5.0)
@@ -205,7 +204,7 @@ def test_unregistered_parts_of_an_arena_keep_their_values(start_daemon: Callable
 
 
 def test_a_commit_that_is_interrupted_after_the_exchange_is_not_exchanged_back(
-    start_daemon: Callable[..., Daemon],
+    daemons: Start,
 ) -> None:
     interrupts = [False]
 
@@ -214,11 +213,11 @@ def test_a_commit_that_is_interrupted_after_the_exchange_is_not_exchanged_back(
             interrupts[0] = False
             raise KeyboardInterrupt
 
-    fleet = Fleet(start_daemon(), derived={"d": refitd.Derived(torch.zeros(3), ("w",), refresh)})
+    fleet = Fleet(daemons()[0], derived={"d": refitd.Derived(torch.zeros(3), ("w",), refresh)})
     fleet.swap(1)
     interrupts[0] = True
     fleet.publish(2)
-    swap = RunningSwap(fleet.trainer, "policy", 2)
+    swap = RunningSwap(fleet.trainer, policy(), 2)
     eventually(lambda: fleet.target.pending == 2, "it is decided")
     with pytest.raises(KeyboardInterrupt):
         fleet.target.poll()
@@ -269,11 +268,11 @@ def test_an_exchange_that_fails_changes_nothing(
 
 
 @pytest.mark.slow
-def test_views_casts_and_large_arenas(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon()
+def test_views_casts_and_large_arenas(daemons: Start) -> None:
+    daemon = daemons()[0]
     with daemon.connect() as trainer, daemon.connect() as engine:
         given = {"w": torch.zeros(40, 30), "b": torch.zeros(13), "s": torch.zeros(())}
-        source = trainer.register_source("policy", given)
+        source = trainer.register_source(policy(), given)
         bases = engine.allocate(
             {
                 "w": ((30, 40), torch.bfloat16),
@@ -283,9 +282,9 @@ def test_views_casts_and_large_arenas(start_daemon: Callable[..., Daemon]) -> No
             }
         )
         live = {"w": bases["w"].t(), "b": bases["b"], "s": bases["s"]}
-        target = engine.register_target("policy", live, replica="a", cast=True)
+        target = engine.register_target(policy(), live, replica="a", cast=True)
         big = engine.allocate({"w": ((40, 30), torch.float32), "b": ((13,), torch.float32), "s": ((), torch.float32)})
-        other = engine.register_target("policy", big, replica="b")
+        other = engine.register_target(policy(), big, replica="b")
         assert other.flips
         for number in range(1, 6):
             given["w"].copy_(torch.arange(1200).reshape(40, 30) % 97 + number)
@@ -295,14 +294,14 @@ def test_views_casts_and_large_arenas(start_daemon: Callable[..., Daemon]) -> No
             for name, held in live.items():
                 assert torch.equal(held, given[name].to(torch.bfloat16)), (name, number)
                 assert torch.equal(big[name], given[name])
-        assert trainer.verify("policy").outcome == "proven"
+        assert trainer.verify(policy()).outcome == "proven"
         with Engine(target, other):
-            trainer.rollback("policy", timeout=30)
+            trainer.rollback(policy(), timeout=30)
         given["b"].fill_(4)
         assert torch.equal(big["b"], given["b"]) and torch.equal(live["b"], given["b"].bfloat16())
         for one in (target, other):
             one.close()
-        again = engine.register_target("policy", big, replica="b")
+        again = engine.register_target(policy(), big, replica="b")
         with Engine(again):
             eventually(lambda: again.version == 4, "again")
         again.close()
@@ -320,8 +319,8 @@ KEEPS = "[node]\nkeep_targets_s = 60.0\n"
 slow = pytest.mark.slow
 
 
-def test_a_changed_version_is_not_restored(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon(KEEPS)
+def test_a_changed_version_is_not_restored(daemons: Start) -> None:
+    daemon = daemons(KEEPS)[0]
     with served(daemon) as (trainer, engine):
         assert trainer.verify() == "proven"
         engine.damage()
@@ -336,8 +335,8 @@ def test_a_changed_version_is_not_restored(start_daemon: Callable[..., Daemon]) 
 
 
 @slow
-def test_a_version_that_cannot_be_compared_in_time_is_not_restored(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon(KEEPS)
+def test_a_version_that_cannot_be_compared_in_time_is_not_restored(daemons: Start) -> None:
+    daemon = daemons(KEEPS)[0]
     with served(daemon) as (trainer, engine):
         assert trainer.verify() == "proven"
         engine.kill()
@@ -350,8 +349,8 @@ def test_a_version_that_cannot_be_compared_in_time_is_not_restored(start_daemon:
 
 
 @slow
-def test_an_engine_may_die_while_its_version_is_compared(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon(KEEPS)
+def test_an_engine_may_die_while_its_version_is_compared(daemons: Start) -> None:
+    daemon = daemons(KEEPS)[0]
     with served(daemon) as (trainer, engine):
         assert trainer.verify() == "proven"
         engine.kill()
@@ -374,8 +373,8 @@ def test_an_engine_may_die_while_its_version_is_compared(start_daemon: Callable[
 
 
 @pytest.mark.parametrize("swaps", [pytest.param(1, marks=slow), 2])
-def test_an_engine_may_die_while_it_restores(start_daemon: Callable[..., Daemon], swaps: int) -> None:
-    with served(start_daemon(KEEPS), swaps) as (trainer, engine):
+def test_an_engine_may_die_while_it_restores(daemons: Start, swaps: int) -> None:
+    with served(daemons(KEEPS)[0], swaps) as (trainer, engine):
         engine.kill()
         assert engine.start("dies").wait(30) == 9
         engine.kill()
@@ -385,23 +384,21 @@ def test_an_engine_may_die_while_it_restores(start_daemon: Callable[..., Daemon]
 
 
 @slow
-def test_an_engine_that_dies_in_a_copy_is_not_restored(start_daemon: Callable[..., Daemon]) -> None:
-    with served(start_daemon(KEEPS), word="torn") as (trainer, engine):
+def test_an_engine_that_dies_in_a_copy_is_not_restored(daemons: Start) -> None:
+    with served(daemons(KEEPS)[0], word="torn") as (trainer, engine):
         with pytest.raises(refitd.SwapFailed):
             trainer.swap(2)
         engine.kill()
         engine.start()
         assert engine.said() == "registered None [0.0]"
         assert engine.said() == "committed 2 [2.0]"
-        trainer.trainer.rollback("policy", 1, timeout=60)
+        trainer.trainer.rollback(policy(), 1, timeout=60)
         assert engine.said() == "committed 1 [1.0]"
 
 
 @pytest.mark.parametrize("word", ["sleeps", pytest.param("wakes", marks=slow)])
-def test_a_sleeping_engine_that_dies_is_not_restored_from_discarded_tensors(
-    start_daemon: Callable[..., Daemon], word: str
-) -> None:
-    with served(start_daemon(KEEPS), word=word) as (_, engine):
+def test_a_sleeping_engine_that_dies_is_not_restored_from_discarded_tensors(daemons: Start, word: str) -> None:
+    with served(daemons(KEEPS)[0], word=word) as (_, engine):
         assert engine.said() == "asleep 1 [77.0]"
         engine.kill()
         engine.start()

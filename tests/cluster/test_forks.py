@@ -12,12 +12,14 @@ import torch
 from refitd.testing import Daemon, Engine, eventually
 from tests.support import programs
 from tests.support.flips import Fleet, holds
+from tests.support.names import policy
 from tests.support.trainer import ANSWER_S, Trainer
 
 PARENT = """
+from tests.support.names import policy
 import multiprocessing, os, sys, torch, refitd
 client = refitd.connect(sys.argv[1], name="parent")
-target = client.register_target("policy", {"w": torch.zeros(64, 64)}, replica="a")
+target = client.register_target(policy(), {"w": torch.zeros(64, 64)}, replica="a")
 pid = os.fork()
 if pid == 0:
     import signal
@@ -36,10 +38,10 @@ def test_a_killed_engine_is_gone_though_a_child_that_it_forked_lives(daemon: Dae
         os.kill(child, 0)  # it lives
         with daemon.connect("again") as client:
             weights = {"w": torch.zeros(64, 64)}
-            target = client.register_target("policy", weights, replica="a")
+            target = client.register_target(policy(), weights, replica="a")
             trainer.publish()
             with Engine(target):
-                trainer.client.swap("policy", timeout=ANSWER_S)
+                trainer.client.swap(policy(), timeout=ANSWER_S)
             assert torch.all(weights["w"] == trainer.version)
     finally:
         os.kill(child, signal.SIGKILL)
@@ -53,16 +55,17 @@ def test_versions_flip_and_are_proven_while_a_child_holds_the_arenas_as_they_wer
     try:
         for number in (2, 3, 4):
             fleet.swap(number)
-            assert holds(fleet.live, number) and fleet.trainer.verify("policy").outcome == "proven"
+            assert holds(fleet.live, number) and fleet.trainer.verify(policy()).outcome == "proven"
     finally:
         child.kill()
         child.join(ANSWER_S)
 
 
 BORN = """
+from tests.support.names import policy
 import os, sys, torch, refitd
 client = refitd.connect(sys.argv[1], name="born")
-target = client.register_target("policy", {"w": torch.zeros(64, 64)}, replica="a")
+target = client.register_target(policy(), {"w": torch.zeros(64, 64)}, replica="a")
 if os.fork() == 0:
     client.close()
     sys.exit(3)  # with all that an interpreter does at its end
@@ -78,7 +81,7 @@ def test_a_forked_child_ends_without_ending_its_parents_session(daemon: Daemon) 
 
 def test_closing_hangs_up_though_a_forked_child_lives(daemon: Daemon, trainer: Trainer) -> None:
     client = daemon.connect("engine")
-    client.register_target("policy", {"w": torch.zeros(64, 64)}, replica="a")
+    client.register_target(policy(), {"w": torch.zeros(64, 64)}, replica="a")
     r, w = os.pipe()
     child = os.fork()
     if child == 0:
@@ -95,15 +98,16 @@ def test_closing_hangs_up_though_a_forked_child_lives(daemon: Daemon, trainer: T
 
 
 READS = """
+from tests.support.names import policy
 import os, sys, torch, refitd
 from tests.support.fleet import go_live
 folder, where = sys.argv[1:3]
 client, trainer = refitd.connect(folder, name="serves"), refitd.connect(folder, name="trains")
 given = {"w": torch.zeros(300, 70)}
-source = trainer.register_source("policy", given)
+source = trainer.register_source(policy(), given)
 lent = trainer.register_source("lent", trainer.allocate({"w": ((4, 4), torch.float32)}))
 live = client.allocate({"w": ((300, 70), torch.float32)}) if where == "shared" else {"w": torch.zeros(300, 70)}
-target = client.register_target("policy", live, replica="a")
+target = client.register_target(policy(), live, replica="a")
 
 def swap(version):
     given["w"].fill_(version)
@@ -119,11 +123,11 @@ if os.fork() == 0:
     print("serves", target.version, target.pending, f"forked from pid {parent}" in target.fenced)
     reads = {
         "poll": target.poll, "wait": lambda: target.wait(2), "resume": target.resume, "suspend": target.suspend,
-        "verify": lambda: client.verify("policy"), "tensors": lambda: client.tensors("policy"),
+        "verify": lambda: client.verify(policy()), "tensors": lambda: client.tensors(policy()),
         "status": client.status, "next": lambda: source.next_version, "lend": lambda: source.lend(7),
         "publish": lambda: source.publish(7),
-        "ended": lambda: lease.has_ended, "lease": lambda: lease.wait(30), "swap": lambda: client.swap("policy"),
-        "again": lambda: client.register_target("policy", live, replica="b"),
+        "ended": lambda: lease.has_ended, "lease": lambda: lease.wait(30), "swap": lambda: client.swap(policy()),
+        "again": lambda: client.register_target(policy(), live, replica="b"),
         "free": lambda: client.free(live), "allocate": lambda: client.allocate({"x": ((1,), torch.float32)}),
     }
     for name, read in reads.items():
@@ -137,7 +141,7 @@ if os.fork() == 0:
 swap(2)
 os.write(ready, b"x")
 assert os.wait()[1] == 0
-assert target.version == 2 and (live["w"] == 2).all() and trainer.verify("policy").outcome == "proven"
+assert target.version == 2 and (live["w"] == 2).all() and trainer.verify(policy()).outcome == "proven"
 lease.withdraw()
 """
 
@@ -150,4 +154,4 @@ def test_every_read_of_the_api_in_a_forked_child_is_refused_and_names_its_parent
     if where == "private":
         assert lines[0] == "private holds [1.0]" and not ran.stderr
     else:
-        assert ran.stderr.count("was forked from pid") == 1 and "policy/a:0" in ran.stderr
+        assert ran.stderr.count("was forked from pid") == 1 and f"model '{policy()}' replica 'a' rank 0" in ran.stderr

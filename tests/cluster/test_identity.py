@@ -18,6 +18,7 @@ import refitd
 from refitd.testing import Coordinator, Daemon, Engine, ProcessFailed, RunningSwap, eventually
 from tests.support import shards
 from tests.support.fleet import FilledFleet
+from tests.support.names import policy
 from tests.support.programs import Program, python
 
 Start = Callable[..., Daemon]
@@ -37,7 +38,7 @@ class Fleet(FilledFleet):
     def a_alone_takes_over(self, version: int) -> None:
         """Version 2 is decided, a serves it, and b has not reached a commit point yet."""
         self.publish(version)
-        running = RunningSwap(self.daemon.connect(), "policy", version)
+        running = RunningSwap(self.daemon.connect(), policy(), version)
         running.wait_phase("commit")
         with Engine(self.targets[0]):
             assert self.targets[0].wait(version, timeout=60) == version
@@ -64,6 +65,7 @@ def journal_files(daemon: Daemon) -> list[Path]:
     return sorted(daemon.directory.glob("journal.sqlite*"))
 
 
+@pytest.mark.own_daemon
 @pytest.mark.parametrize(
     "how", ["lost", pytest.param("older", marks=pytest.mark.slow), pytest.param("another's", marks=pytest.mark.slow)]
 )
@@ -92,10 +94,11 @@ def test_a_coordinator_on_another_journal_lets_no_two_versions_be_served(
         assert fleet.holds(2)
         version = 3 if how != "another's" else 9
         fleet.publish(version)
-        assert fleet.trainer.swap("policy", version, timeout=60).outcome == "committed"
+        assert fleet.trainer.swap(policy(), version, timeout=60).outcome == "committed"
     assert fleet.serves() == {version}
 
 
+@pytest.mark.own_daemon
 def test_a_second_coordinator_on_a_journal_is_refused_and_the_next_one_after_it_is_killed_is_not(
     alone: tuple[Fleet, Coordinator], tmp_path: Path
 ) -> None:
@@ -109,6 +112,7 @@ def test_a_second_coordinator_on_a_journal_is_refused_and_the_next_one_after_it_
     eventually(lambda: (found := fleet.status()) is not None and found.live == 1, "the next one has started")
 
 
+@pytest.mark.own_daemon
 @pytest.mark.parametrize("damage", ["removed", "replaced", "truncated", "garbled"])
 def test_a_swap_is_not_committed_with_a_journal_that_somebody_has_touched(daemon: Daemon, damage: str) -> None:
     fleet = Fleet(daemon)
@@ -124,7 +128,7 @@ def test_a_swap_is_not_committed_with_a_journal_that_somebody_has_touched(daemon
         journal.with_name("journal.sqlite-wal").write_bytes(os.urandom(8192))
     fleet.publish(2)
     with Engine(*fleet.targets), pytest.raises(refitd.RefitFailed, match="could not be journalled") as failed:
-        fleet.trainer.swap("policy", 2, timeout=60)
+        fleet.trainer.swap(policy(), 2, timeout=60)
     assert failed.value.report is not None and failed.value.report.outcome == "aborted"
     assert fleet.serves() == {1}
     fleet.close()
@@ -135,7 +139,7 @@ def test_a_trainer_that_starts_again_cannot_publish_other_weights_under_a_number
     first = fleet.source.run
     fleet.trainer.close()
     with daemon.connect("trainer again") as trainer:
-        source = trainer.register_source("policy", fleet.tensors)
+        source = trainer.register_source(policy(), fleet.tensors)
         assert source.run != first and source.next_version == 2
         for tensor in fleet.tensors.values():
             tensor.fill_(7)
@@ -144,11 +148,11 @@ def test_a_trainer_that_starts_again_cannot_publish_other_weights_under_a_number
         with pytest.raises(refitd.RefusedError, match="publish 2 or above"), source.lend(1):
             pass
         with daemon.connect("late") as client:
-            joining = client.register_target("policy", shards.zeros_like(fleet.tensors), replica="c")
+            joining = client.register_target(policy(), shards.zeros_like(fleet.tensors), replica="c")
             source.publish(source.next_version)
             assert source.next_version == 3
             with Engine(joining, *fleet.targets):
-                assert trainer.swap("policy", timeout=60).version == 2
+                assert trainer.swap(policy(), timeout=60).version == 2
             eventually(lambda: fleet.serves() == {2} and joining.version == 2, "all serve it")
             found = trainer.status().models[0]
             assert {t.run for t in found.targets} == {source.run} == {found.live_run}
@@ -173,7 +177,7 @@ class Ranks:
             described = shards.describe({NAME: self.tensors[rank]}, rank, 2)
             self.sources.append(
                 client.register_source(
-                    "policy", {NAME: self.tensors[rank]}, rank=rank, world_size=2, metadata=described
+                    policy(), {NAME: self.tensors[rank]}, rank=rank, world_size=2, metadata=described
                 )
             )
         self.versions = versions
@@ -194,7 +198,7 @@ def test_ranks_that_drift_complete_every_version_with_two_slots(start_daemon: St
     ranks = Ranks(daemon, 12)
     engine = daemon.connect("engine")
     live = shards.zeros_like(ranks_whole())
-    target = engine.register_target("policy", live, replica="a")
+    target = engine.register_target(policy(), live, replica="a")
     published = [0, 0]
     moved = threading.Condition()
 
@@ -209,7 +213,7 @@ def test_ranks_that_drift_complete_every_version_with_two_slots(start_daemon: St
                 ranks.publish(1, version)
                 if not auto:
                     assert version in ranks.clients[1].status().models[0].complete_versions
-                    assert ranks.clients[1].swap("policy", version, timeout=60).version == version
+                    assert ranks.clients[1].swap(policy(), version, timeout=60).version == version
         except Exception as exc:
             ranks.errors.append(exc)
 
@@ -255,6 +259,7 @@ def test_a_rank_that_is_too_far_ahead_is_told_whom_it_waits_for(daemon: Daemon) 
 
 # One process is all ranks of a trainer: it publishes a version of rows of `value`, and is killed.
 TRAINER = """
+from tests.support.names import policy
 import sys, time, torch, refitd
 directory, world, value = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 client = refitd.connect(directory)
@@ -264,7 +269,7 @@ for rank in range(world):
         tensor_parallel_group_ranks=list(range(world)) if world > 1 else None,
     )
     tensors = {"w": torch.full((6 // world, 2), value)}
-    source = client.register_source("policy", tensors, metadata=[meta], rank=rank, world_size=world)
+    source = client.register_source(policy(), tensors, metadata=[meta], rank=rank, world_size=world)
     first = source.next_version
     source.publish(first)
 print("published", first, flush=True)
@@ -287,7 +292,7 @@ def test_a_trainer_that_has_crashed_starts_again_with_more_or_fewer_ranks(
 ) -> None:
     with daemon.connect() as engine:
         live = {"w": torch.zeros(6, 2)}
-        target = engine.register_target("policy", live, replica="a")
+        target = engine.register_target(policy(), live, replica="a")
         before = 0
         with Engine(target):
             for value, world in enumerate(sizes, 1):
@@ -297,7 +302,7 @@ def test_a_trainer_that_has_crashed_starts_again_with_more_or_fewer_ranks(
                 before = version
                 gone = [False] * world
                 eventually(lambda gone=gone: attached(engine) == gone, "the trainer is seen to be gone")
-                assert engine.swap("policy", version, timeout=60).outcome == "committed"
+                assert engine.swap(policy(), version, timeout=60).outcome == "committed"
                 assert (live["w"] == value).all()
                 # the previous trainer's slots are freed; the target's arena and two slots for each rank remain
                 assert daemon.node().arenas == 1 + 2 * world
@@ -314,4 +319,4 @@ def test_ranks_of_another_size_are_refused_while_one_of_the_old_ones_runs(daemon
         daemon.connect() as client,
         pytest.raises(refitd.RefusedError, match="says there are 3 ranks, rank 0"),
     ):
-        client.register_source("policy", {"w": torch.zeros(2, 2)}, rank=2, world_size=3)
+        client.register_source(policy(), {"w": torch.zeros(2, 2)}, rank=2, world_size=3)

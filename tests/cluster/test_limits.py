@@ -21,6 +21,9 @@ from refitd.testing import Daemon, Engine, eventually
 from refitd.testing.processes import own_memory_files
 from tests.support import programs, shards
 from tests.support.fleet import go_live
+from tests.support.names import policy
+
+pytestmark = pytest.mark.own_daemon
 
 MIB = 1 << 20
 
@@ -51,10 +54,10 @@ def test_a_registration_that_needs_too_many_descriptors_is_refused_and_a_smaller
         wanted = r"16 arenas .*: 48 more file descriptors needed .* \d+ are open, .* the limit is 90 \(RLIMIT_NOFILE\)"
         for _ in range(10):
             with pytest.raises(refitd.ArenaError, match=wanted):
-                client.register_source("policy", tensors(1), slots=16)
+                client.register_source(policy(), tensors(1), slots=16)
         assert daemon.node().arenas == 0
         eventually(lambda: descriptors(daemon) <= before, "all descriptors are closed")
-        assert swap_succeeds(client, "policy")
+        assert swap_succeeds(client, policy())
 
 
 def test_clients_beyond_the_descriptors_are_turned_away_and_the_others_go_on(
@@ -70,7 +73,7 @@ def test_clients_beyond_the_descriptors_are_turned_away_and_the_others_go_on(
         for other in crowd:
             other.close()
         eventually(lambda: client.status().nodes[0].clients == 1, "the crowd has left")
-        assert swap_succeeds(client, "policy")
+        assert swap_succeeds(client, policy())
 
 
 def test_the_soft_limit_on_descriptors_is_raised_and_the_log_says_so(start_daemon: Callable[..., Daemon]) -> None:
@@ -88,14 +91,14 @@ def test_an_arena_larger_than_files_may_be_is_refused_and_a_smaller_one_works(
         before = descriptors(daemon)
         wanted = rf"{8 * MIB} bytes asked for, {4 * MIB} bytes available under RLIMIT_FSIZE"
         with pytest.raises(refitd.ArenaError, match=wanted):
-            client.register_source("policy", tensors(8))
+            client.register_source(policy(), tensors(8))
         with pytest.raises(refitd.ArenaError, match=wanted):
-            client.register_target("policy", tensors(8), replica="r")
+            client.register_target(policy(), tensors(8), replica="r")
         with pytest.raises(refitd.ArenaError, match=wanted):
             client.allocate({"w": ((8 * MIB,), torch.uint8)})
         assert daemon.node().arenas == 0
         eventually(lambda: descriptors(daemon) <= before, "all descriptors are closed")
-        assert swap_succeeds(client, "policy")
+        assert swap_succeeds(client, policy())
 
 
 def test_the_configured_limit_on_arenas_says_what_is_left_of_it(start_daemon: Callable[..., Daemon]) -> None:
@@ -104,8 +107,8 @@ def test_the_configured_limit_on_arenas_says_what_is_left_of_it(start_daemon: Ca
         client.register_source("first", tensors(2), slots=1)
         wanted = rf"{8 * MIB} bytes of arenas asked for, {6 * MIB} are available .* \(node\.max_arena_bytes\); raise it"
         with pytest.raises(refitd.ArenaError, match=wanted):
-            client.register_source("policy", tensors(4), slots=2)
-        client.register_source("policy", tensors(3), slots=2)
+            client.register_source(policy(), tensors(4), slots=2)
+        client.register_source(policy(), tensors(3), slots=2)
 
 
 def test_a_client_that_cannot_map_its_arenas_leaves_no_registration(daemon: Daemon) -> None:
@@ -116,34 +119,34 @@ def test_a_client_that_cannot_map_its_arenas_leaves_no_registration(daemon: Daem
         resource.setrlimit(resource.RLIMIT_AS, (mapped + 32 * MIB, hard))
         try:
             with pytest.raises(refitd.ArenaError, match=rf"arena of {64 * MIB} bytes cannot be mapped"):
-                client.register_source("policy", weights, slots=1)
+                client.register_source(policy(), weights, slots=1)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         assert daemon.node().arenas == 0 and not own_memory_files()
-        client.register_source("policy", weights, slots=1)
+        client.register_source(policy(), weights, slots=1)
 
 
 def test_a_decision_that_cannot_be_written_aborts_and_the_next_swap_works_once_there_is_room(daemon: Daemon) -> None:
     full, live = shards.whole(1), shards.zeros_like(shards.whole(1))
     with daemon.connect() as client:
-        source = client.register_source("policy", full)
-        target = client.register_target("policy", live, replica="r")
+        source = client.register_source(policy(), full)
+        target = client.register_target(policy(), live, replica="r")
         source.publish(1)
         coordinator = client.status().coordinator_pid
         with Engine(target):
-            client.swap("policy", 1, timeout=60)
+            client.swap(policy(), 1, timeout=60)
             first = {name: tensor.clone() for name, tensor in live.items()}
             full["layers.0.norm.weight"].add_(1)
             source.publish(2)
             before = resource.prlimit(coordinator, resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
             for _ in range(2):
                 with pytest.raises(refitd.RefitFailed, match="the decision could not be journalled") as failure:
-                    client.swap("policy", 2, timeout=60)
+                    client.swap(policy(), 2, timeout=60)
                 assert failure.value.report is not None and failure.value.report.outcome == "aborted"
                 assert "files may grow to 1024 bytes (RLIMIT_FSIZE)" in str(failure.value)
                 assert shards.equal(live, first) and target.version == 1
             resource.prlimit(coordinator, resource.RLIMIT_FSIZE, before)
-            assert client.swap("policy", 2, timeout=60).outcome == "committed"
+            assert client.swap(policy(), 2, timeout=60).outcome == "committed"
         assert shards.equal(live, full)
 
 
@@ -169,11 +172,11 @@ def test_a_daemon_that_runs_out_of_descriptors_while_it_swaps_names_it_and_the_n
     """The daemon cannot receive descriptors for the workers: every one below the limit is in use."""
     full, live = shards.whole(1), shards.zeros_like(shards.whole(1))
     with daemon.connect() as client:
-        source = client.register_source("policy", full)
-        target = client.register_target("policy", live, replica="r")
+        source = client.register_source(policy(), full)
+        target = client.register_target(policy(), live, replica="r")
         source.publish(1)
         with Engine(target):  # the first swap does the imports that swaps need
-            client.swap("policy", 1, timeout=60)
+            client.swap(policy(), 1, timeout=60)
         for tensor in full.values():
             tensor.add_(1)
         source.publish(2)  # into the other slot; the workers do not know its copies yet
@@ -189,12 +192,12 @@ def test_a_daemon_that_runs_out_of_descriptors_while_it_swaps_names_it_and_the_n
                 r"worker \d on node n0.*could not be given its part of the copies: Too many open files; raise `ulimit"
             )
             with Engine(target), pytest.raises(refitd.RefitFailed, match=says):
-                client.swap("policy", 2, timeout=60)
+                client.swap(policy(), 2, timeout=60)
         finally:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
         assert daemon.is_running and target.version == 1
         with Engine(target):
-            assert client.swap("policy", 2, timeout=60).outcome == "committed"
+            assert client.swap(policy(), 2, timeout=60).outcome == "committed"
         assert shards.equal(live, full)
 
 
@@ -214,7 +217,7 @@ def test_slow_http_clients_take_no_descriptor_that_a_swap_needs(
             stack.enter_context(socket.create_connection(place, timeout=30))
         eventually(lambda: descriptors(daemon) > 33, "some of them are connections")
         with daemon.connect() as client:
-            assert swap_succeeds(client, "policy")
+            assert swap_succeeds(client, policy())
         with socket.create_connection(place, timeout=60) as scrape:
             scrape.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert scrape.recv(100).startswith(b"HTTP/1.1 200 OK")
@@ -250,14 +253,14 @@ def test_a_client_of_few_descriptors_works_or_says_what_it_needs(daemon: Daemon,
     else:
         assert ran.stdout == "three versions\n", ran.stderr[-2000:]
     with daemon.connect() as client:
-        assert swap_succeeds(client, "policy")
+        assert swap_succeeds(client, policy())
 
 
 def test_a_worker_without_address_space_fails_the_swap_by_name_and_the_next_one_works(daemon: Daemon) -> None:
     full, live = tensors(64), tensors(64)
     with daemon.connect() as client:
-        target = client.register_target("policy", live, replica="r")
-        source = client.register_source("policy", full)
+        target = client.register_target(policy(), live, replica="r")
+        source = client.register_source(policy(), full)
         full["w"].fill_(1)
         go_live(client, source, 1, target)
         full["w"].fill_(2)
@@ -268,10 +271,10 @@ def test_a_worker_without_address_space_fails_the_swap_by_name_and_the_next_one_
             Engine(target),
             pytest.raises(refitd.RefitFailed, match=r"worker 0 .* got no memory \(the machine, a cgroup, RLIMIT_AS"),
         ):
-            client.swap("policy", 2, timeout=60)
+            client.swap(policy(), 2, timeout=60)
         assert target.version == 1 and bool((live["w"] == 1).all())
         with Engine(target):  # with the replaced worker
-            assert client.swap("policy", 2, timeout=60).outcome == "committed"
+            assert client.swap(policy(), 2, timeout=60).outcome == "committed"
         assert bool((live["w"] == 2).all())
 
 

@@ -21,6 +21,7 @@ from refitd.protocol.local import PrepareCommit
 from refitd.testing import Daemon, Engine, RunningSwap, eventually
 from tests.support import shards
 from tests.support.fleet import CutReplica, go_live
+from tests.support.names import policy
 
 
 class Replica:
@@ -51,7 +52,7 @@ class Replica:
         client = self._daemons[-rank].connect(f"rank {rank}", reconnect=True)
         mine = shards.zeros_like(shards.cut(shards.whole(1), rank, 2))
         described = shards.describe(mine, rank, 2)
-        return client, client.register_target("policy", mine, replica="r", rank=rank, world_size=2, metadata=described)
+        return client, client.register_target(policy(), mine, replica="r", rank=rank, world_size=2, metadata=described)
 
     def _run(self, rank: int) -> None:
         try:
@@ -103,7 +104,7 @@ def test_ranks_in_lock_step_never_serve_two_versions_in_a_step_though_one_return
 ) -> None:
     """The second rank is slower and `agree` is not used. In turn, each rank leaves and returns between two swaps."""
     tensors = shards.whole(1)
-    source = trainer.register_source("policy", tensors)
+    source = trainer.register_source(policy(), tensors)
     replica = Replica(daemon, by_step=by_step)
     for version in range(1, 13):
         for tensor in tensors.values():
@@ -135,7 +136,7 @@ def test_a_rank_that_hears_late_of_a_decision_and_has_begun_a_step_serves_what_i
         hear(self, message)
 
     with daemon.connect("trainer") as trainer:
-        source = trainer.register_source("policy", shards.whole(1))
+        source = trainer.register_source(policy(), shards.whole(1))
         replica = Replica(daemon, by_step=by_step)
         late = replica.targets[1]
         monkeypatch.setattr(CommitState, "hear", hears_late)
@@ -166,13 +167,13 @@ def test_a_rank_whose_node_is_lost_after_the_decision_serves_the_old_version_in_
             hear(self, message)
 
     with first.connect("trainer") as trainer:
-        source = trainer.register_source("policy", shards.whole(1))
+        source = trainer.register_source(policy(), shards.whole(1))
         replica = Replica(first, second)
         deaf = replica.targets[1]
         monkeypatch.setattr(CommitState, "hear", hears_nothing)
         go_live(trainer, source, 1)
         source.publish(2)
-        running = RunningSwap(first.connect(), "policy", 2)
+        running = RunningSwap(first.connect(), policy(), 2)
         assert begun.wait(60)
         os.kill(second.pid, signal_)
         eventually(lambda: replica.targets[0].version == 2, "the other rank serves the new version", 40)
@@ -198,17 +199,17 @@ def test_a_rank_whose_replica_never_says_where_it_is_gives_up_and_serves_nothing
     daemon: Daemon, trainer: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit_state, "IN_STEP_S", 1.0)
-    source = trainer.register_source("policy", shards.whole(1))
+    source = trainer.register_source(policy(), shards.whole(1))
     with daemon.connect("a") as a, daemon.connect("b") as b:
         targets = CutReplica([a, b], "r", 2).targets
         source.publish(1)
         with ThreadPoolExecutor(2) as ranks:
             waiting = [ranks.submit(target.wait, 1, 20) for target in targets]
-            trainer.swap("policy", 1, timeout=60)
+            trainer.swap(policy(), 1, timeout=60)
             assert [one.result() for one in waiting] == [1, 1]
         deafen(monkeypatch, targets[1])
         source.publish(2)
-        running = RunningSwap(daemon.connect(), "policy", 2)
+        running = RunningSwap(daemon.connect(), policy(), 2)
         running.wait_phase("commit")
         with pytest.raises(refitd.CommitError, match="have not said within 1 s how far they are"):
             eventually(lambda: targets[0].poll() is not None, "its poll gives up")
@@ -223,14 +224,14 @@ def test_ranks_that_cannot_be_brought_to_one_poll_are_named_in_the_report_and_th
 ) -> None:
     """One thread polls both in turn, and one of them has polled more often."""
     tensors = shards.whole(1)
-    source = trainer.register_source("policy", tensors)
+    source = trainer.register_source(policy(), tensors)
     with daemon.connect() as first, daemon.connect() as second:
         targets = []
         for rank, client in enumerate((first, second)):
             mine = shards.zeros_like(shards.cut(tensors, rank, 2))
             described = shards.describe(mine, rank, 2)
             targets.append(
-                client.register_target("policy", mine, replica="r", rank=rank, world_size=2, metadata=described)
+                client.register_target(policy(), mine, replica="r", rank=rank, world_size=2, metadata=described)
             )
             targets[0].poll()
         for _ in range(60):
@@ -249,12 +250,12 @@ def test_a_rank_whose_partner_dies_after_the_decision_is_not_held_for_ever(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with daemon.connect() as trainer, daemon.connect() as first:
-        source = trainer.register_source("policy", shards.whole(1))
+        source = trainer.register_source(policy(), shards.whole(1))
         second = daemon.connect()
         targets = CutReplica([first, second], "r", 2).targets
         source.publish(1)
         deafen(monkeypatch, targets[1])
-        running = RunningSwap(daemon.connect(), "policy", 1)
+        running = RunningSwap(daemon.connect(), policy(), 1)
         running.wait_phase("commit")
         second.close()
         with Engine(targets[0]), pytest.raises(refitd.RefitFailed, match="incomplete"):
@@ -265,7 +266,7 @@ def test_ranks_that_only_wait_are_not_held_for_each_other(daemon: Daemon, monkey
     """In an old bug, a rank that committed in a wait took itself for polled less often than the others, and waited."""
     monkeypatch.setattr(commit_state, "EARLY_S", 600.0)
     with daemon.connect("trainer") as trainer, daemon.connect("a") as a, daemon.connect("b") as b:
-        source = trainer.register_source("policy", shards.whole(1))
+        source = trainer.register_source(policy(), shards.whole(1))
         targets = CutReplica([a, b], "r", 2).targets
         with ThreadPoolExecutor(2) as ranks:
             for version in range(1, 6):
@@ -278,10 +279,10 @@ def test_ranks_that_are_idle_flip_before_the_step_that_comes_next(daemon: Daemon
     """Idle ranks poll before the same step repeatedly, also without a pending swap, and run steps in between."""
     with daemon.connect("trainer") as trainer, daemon.connect("a") as a, daemon.connect("b") as b:
         weights = {"w": torch.zeros(8)}
-        source = trainer.register_source("policy", weights)
+        source = trainer.register_source(policy(), weights)
         held = [torch.zeros(8), torch.zeros(8)]
         targets = [
-            client.register_target("policy", {"w": tensor}, replica="r", rank=rank, world_size=2)
+            client.register_target(policy(), {"w": tensor}, replica="r", rank=rank, world_size=2)
             for rank, (client, tensor) in enumerate(zip((a, b), held, strict=True))
         ]
         done, over, began = [0, 0], threading.Event(), threading.Barrier(3)
@@ -308,7 +309,7 @@ def test_ranks_that_are_idle_flip_before_the_step_that_comes_next(daemon: Daemon
         for version in range(1, 11):
             weights["w"].fill_(version)
             source.publish(version)
-            swapping = threading.Thread(target=trainer.swap, args=("policy", version), kwargs={"timeout": 60})
+            swapping = threading.Thread(target=trainer.swap, args=(policy(), version), kwargs={"timeout": 60})
             swapping.start()
             if version % 2:
                 swapping.join()  # without any step: every second version goes live in an idle engine

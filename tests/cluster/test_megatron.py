@@ -22,7 +22,7 @@ from tests.support.programs import ROOT, ended
 
 pytest.importorskip("megatron.core")
 transformers: Any = pytest.importorskip("transformers")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.own_daemon]
 
 LLAMA = {
     "model_type": "llama",

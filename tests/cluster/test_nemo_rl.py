@@ -16,6 +16,8 @@ from refitd.adapters.streams import PublishedShare
 from refitd.testing import Daemon, eventually
 from tests.support.adapters import TRAINER, WALKER, Failed, NemoRlJob
 
+pytestmark = pytest.mark.own_daemon
+
 
 class CheckpointEngine(ABC):
     """As NeMo-RL's base class (commit 7ea279a, `nemo_rl/utils/checkpoint_engines`)."""

@@ -13,6 +13,7 @@ from refitd.testing import Daemon
 from tests.support import nemo_rl_ray
 
 pytestmark = [
+    pytest.mark.own_daemon,
     pytest.mark.slow,
     pytest.mark.skipif(nemo_rl_ray.SOURCE not in os.environ, reason=f"{nemo_rl_ray.SOURCE} names no NeMo-RL checkout"),
 ]

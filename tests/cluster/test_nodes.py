@@ -16,6 +16,7 @@ import refitd
 from refitd.testing import Daemon, Engine, ProcessFailed, RunningSwap, eventually, stopped
 from tests.support import shards
 from tests.support.fleet import CutReplica, CutSource, FilledFleet, go_live
+from tests.support.names import policy
 from tests.support.programs import Program, python
 
 Nodes = tuple[Daemon, ...]
@@ -38,14 +39,14 @@ def test_a_checkpoint_that_two_nodes_publish_is_saved_on_one(nodes: Callable[...
 
     def part(rank: int) -> int:
         with (n0, n1)[rank].connect() as client:
-            return refitd.publish_checkpoint(client, "policy", given, rank=rank, world_size=2).version
+            return refitd.publish_checkpoint(client, policy(), given, rank=rank, world_size=2).version
 
     with ThreadPoolExecutor() as pool:
         assert list(pool.map(part, range(2))) == [1, 1]
     with n0.connect() as c0, n1.connect() as c1:
-        with Engine(c1.register_target("policy", {n: torch.zeros_like(t) for n, t in big(1).items()}, replica="a")):
-            c0.swap("policy", 1, timeout=90)
-        assert refitd.save_checkpoint(c0, "policy", tmp_path / "out").version == 1  # half of the bytes come from n1
+        with Engine(c1.register_target(policy(), {n: torch.zeros_like(t) for n, t in big(1).items()}, replica="a")):
+            c0.swap(policy(), 1, timeout=90)
+        assert refitd.save_checkpoint(c0, policy(), tmp_path / "out").version == 1  # half of the bytes come from n1
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (given / "model.safetensors").read_bytes()
 
 
@@ -58,7 +59,7 @@ def test_two_replicas_on_two_nodes_get_what_one_trainer_has_on_both(nodes: Calla
         with Engine(*(target for replica in replicas for target in replica.targets)):
             for version in range(1, 4):
                 sources.publish(full := shards.whole(version), version)
-                report = c0.swap("policy", version, timeout=90)
+                report = c0.swap(policy(), version, timeout=90)
                 assert report.digests == report.copies > 0
                 assert all(replica.holds(full) for replica in replicas)
         links = {(link.source, link.target): link for link in c0.status().links}
@@ -80,16 +81,16 @@ def test_a_source_sends_from_where_its_tensors_live(nodes: Callable[..., Nodes],
             live = trainer.allocate({name: (tuple(t.shape), t.dtype) for name, t in full.items()})
             for name, tensor in live.items():
                 tensor.copy_(full[name])
-        source = trainer.register_source("policy", live)
+        source = trainer.register_source(policy(), live)
         mine = {name: torch.zeros_like(t) for name, t in full.items()}
         mine["large"] = torch.zeros(4001, 3000, dtype=torch.bfloat16).t()
-        target = engine.register_target("policy", mine, replica="far")
+        target = engine.register_target(policy(), mine, replica="far")
         with Engine(target):
             if way == "snapshot":
                 report = go_live(trainer, source, 1)
             else:
                 with source.lend(1):
-                    report = trainer.swap("policy", 1, timeout=90)
+                    report = trainer.swap(policy(), 1, timeout=90)
         assert report.outcome == "committed"
         assert all(torch.equal(mine[name], full[name]) for name in full)
     del live
@@ -99,10 +100,10 @@ def test_fills_and_casts_happen_across_nodes_too(nodes: Callable[..., Nodes]) ->
     n0, n1 = nodes(2)
     with n0.connect() as trainer, n1.connect() as engine:
         full = {"w": torch.randn(40, 8)}
-        source = trainer.register_source("policy", full)
+        source = trainer.register_source(policy(), full)
         mine = {"w": torch.ones(40, 8, dtype=torch.bfloat16)}
         described = [shards.meta("w", mine["w"], resolved_name="w", cast_from="float32")]
-        target = engine.register_target("policy", mine, replica="far", metadata=described)
+        target = engine.register_target(policy(), mine, replica="far", metadata=described)
         go_live(trainer, source, 1, target)
         assert torch.equal(mine["w"], full["w"].to(torch.bfloat16))
 
@@ -132,7 +133,7 @@ def test_a_stopped_worker_is_named_within_the_deadline_and_the_next_swap_works(n
     two.publish(2)
     victims = two.n1.node_of("n1").workers
     with stopped(victims):
-        swap = RunningSwap(two.n0.connect(), "policy", 2, timeout=90)
+        swap = RunningSwap(two.n0.connect(), policy(), 2, timeout=90)
         with pytest.raises(refitd.RefitFailed) as failed:
             swap.result()
         assert "on node n1" in str(failed.value)
@@ -150,7 +151,7 @@ def test_a_killed_worker_is_named_and_the_next_swap_works(two: TwoNodes, side: s
     victim = daemon.node_of(name).workers[-1]
     other = (two.n1 if side == "source" else two.n0).node_of("n1" if side == "source" else "n0").workers[0]
     with stopped((other,)):  # the swap must still be staging when its peer dies
-        swap = RunningSwap(two.n0.connect(), "policy", 2, timeout=90)
+        swap = RunningSwap(two.n0.connect(), policy(), 2, timeout=90)
         swap.wait_phase("stage")
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(refitd.RefitFailed) as failed:
@@ -167,7 +168,7 @@ def test_a_worker_that_does_not_come_to_the_epoch_is_named_and_the_next_swap_wor
     fleet = TwoNodes(nodes(2, "[deadlines]\nplan_s = 8.0\n"), elements=100_000)
     fleet.publish(1)
     with stopped(fleet.n1.node_of("n1").workers[:1]), pytest.raises(refitd.RefitFailed) as failed:
-        fleet.trainer.swap("policy", 1, timeout=90)
+        fleet.trainer.swap(policy(), 1, timeout=90)
     assert "worker 0 on node n1" in str(failed.value)
     assert failed.value.report is not None and failed.value.report.phase == "plan"
     fleet.swap(2)
@@ -202,7 +203,7 @@ def test_a_node_that_dies_while_staging_aborts_and_its_successor_takes_over(
     two.swap(1)
     two.publish(2)
     with stopped(two.n0.node_of("n0").workers):
-        swap = RunningSwap(two.n0.connect(), "policy", 2, timeout=90)
+        swap = RunningSwap(two.n0.connect(), policy(), 2, timeout=90)
         swap.wait_phase("stage")
         two.n1.kill()
         with pytest.raises(refitd.RefitFailed) as failed:
@@ -214,17 +215,18 @@ def test_a_node_that_dies_while_staging_aborts_and_its_successor_takes_over(
         eventually(lambda: len(two.n0.status().nodes) == 2, "the node is back")
         mine = {"w": torch.zeros_like(two.tensors["w"])}
 
-        target = engine.register_target("policy", mine, replica="far")
+        target = engine.register_target(policy(), mine, replica="far")
         with Engine(target):
-            two.trainer.swap("policy", 2, timeout=90)
+            two.trainer.swap(policy(), 2, timeout=90)
         assert torch.equal(mine["w"], two.tensors["w"])
 
 
 ENGINE = """
+from tests.support.names import policy
 import sys, time, torch, refitd
 client = refitd.connect(sys.argv[1])
 mine = {"w": torch.zeros(1000, 1000, dtype=torch.bfloat16)}
-target = client.register_target("policy", mine, replica="far")
+target = client.register_target(policy(), mine, replica="far")
 print("ready", flush=True)
 committing = sys.argv[2:] == ["commits"]
 while True:
@@ -253,11 +255,11 @@ def test_a_peer_that_dies_after_the_decision_is_named_and_the_others_serve_the_n
     full = {"w": torch.ones(1000, 1000, dtype=torch.bfloat16)}
     near = shards.zeros_like(full)
     with n0.connect("trainer") as trainer, n0.connect("near") as engine, far_engine(n1) as far:
-        source = trainer.register_source("policy", full)
-        target = engine.register_target("policy", near, replica="near")
+        source = trainer.register_source(policy(), full)
+        target = engine.register_target(policy(), near, replica="near")
         source.publish(1)
         with Engine(target):
-            swap = RunningSwap(n0.connect(), "policy", 1, timeout=90)
+            swap = RunningSwap(n0.connect(), policy(), 1, timeout=90)
             assert far.line() == "pending"  # decided, and not committed
             (far if victim == "engine" else n1).kill()
             with pytest.raises(refitd.RefitFailed) as failed:

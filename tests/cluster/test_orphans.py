@@ -15,6 +15,7 @@ import torch
 import refitd
 from refitd.testing import Daemon, Engine, eventually, stopped
 from tests.support import programs
+from tests.support.names import policy
 from tests.support.trainer import ANSWER_S, Trainer
 
 LINE_S = 120.0  # enough for an import of torch on a busy machine
@@ -74,10 +75,10 @@ def successor_serves(daemon: Daemon, trainer: Trainer) -> None:
     """Register replica a in this process, and swap to it."""
     with daemon.connect("successor") as client:
         weights = {"w": torch.zeros(64, 64)}
-        target = client.register_target("policy", weights, replica="a")
+        target = client.register_target(policy(), weights, replica="a")
         version = trainer.publish()
         with Engine(target):
-            report = trainer.client.swap("policy", version, timeout=ANSWER_S)
+            report = trainer.client.swap(policy(), version, timeout=ANSWER_S)
         assert report.version == version and trainer.targets() == ["a"]
         assert target.version == version and torch.all(weights["w"] == version)
 
@@ -86,7 +87,7 @@ def test_an_engine_whose_server_was_killed_lets_go_of_its_name(
     daemon: Daemon, trainer: Trainer, serve: Callable[..., Server]
 ) -> None:
     server = serve()
-    trainer.client.swap("policy", trainer.publish(), timeout=ANSWER_S)
+    trainer.client.swap(policy(), trainer.publish(), timeout=ANSWER_S)
     assert server.line() == "serves 1"
     server.kill()
     assert [server.line() for _ in ORPHANED] == ORPHANED
@@ -140,21 +141,21 @@ def test_an_engine_that_was_stopped_while_its_server_ended_takes_part_in_no_swap
     assert server.line() == ORPHANED[0]
     eventually(lambda: trainer.targets() == [], "its name is free")
     with pytest.raises(refitd.RefusedError, match="has no target"):
-        trainer.client.swap("policy", version, timeout=ANSWER_S)
+        trainer.client.swap(policy(), version, timeout=ANSWER_S)
 
 
 def test_a_source_whose_processes_have_ended_offers_nothing_more(daemon: Daemon) -> None:
     sleeper = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     lifeline = refitd.Lifeline({sleeper.pid: "the controller"})
     with refitd.connect(daemon.directory, lives_with=lifeline) as client, daemon.connect() as other:
-        source = client.register_source("policy", {"w": torch.zeros(8)})
+        source = client.register_source(policy(), {"w": torch.zeros(8)})
         sleeper.kill()
         sleeper.wait()
         eventually(lambda: not other.status().models, "its name is free")
         with pytest.raises(refitd.Orphaned, match="the controller"):
             source.publish(1)
         with pytest.raises(refitd.Orphaned, match="the controller"):
-            client.register_source("policy", {"w": torch.zeros(8)})
+            client.register_source(policy(), {"w": torch.zeros(8)})
     with pytest.raises(refitd.Orphaned, match="the controller"):
         refitd.connect(daemon.directory, lives_with=lifeline)
 
@@ -166,18 +167,18 @@ def test_a_server_that_is_refused_is_in_status_and_in_the_results_of_swaps_until
     with daemon.connect("restarted server") as client:
         weights = {"w": torch.zeros(64, 64)}
         with pytest.raises(refitd.RefusedError) as raised:
-            client.register_target("policy", weights, replica="a")
-        report = trainer.client.swap("policy", trainer.publish(), timeout=ANSWER_S)
+            client.register_target(policy(), weights, replica="a")
+        report = trainer.client.swap(policy(), trainer.publish(), timeout=ANSWER_S)
         (node,) = trainer.client.status().nodes
         for (found,) in (node.refused, report.refused):
             assert (found.replica, found.rank, found.pid, found.name) == ("a", 0, os.getpid(), "restarted server")
             assert found.reason == str(raised.value) and str(server.engine) in found.reason
-        for command in (["status"], ["swap", "policy"]):
+        for command in (["status"], ["swap", policy()]):
             ran = programs.refitctl(daemon, *command)
-            assert "replica 'a' rank 0 of model 'policy' is refused" in ran.stdout + ran.stderr
+            assert f"replica 'a' rank 0 of model '{policy()}' is refused" in ran.stdout + ran.stderr
         server.kill()
         eventually(lambda: trainer.targets() == [], "its name is free")
-        target = client.register_target("policy", weights, replica="a")
+        target = client.register_target(policy(), weights, replica="a")
         with Engine(target):
-            assert trainer.client.swap("policy", trainer.publish(), timeout=ANSWER_S).refused == ()
+            assert trainer.client.swap(policy(), trainer.publish(), timeout=ANSWER_S).refused == ()
         assert trainer.client.status().nodes[0].refused == ()

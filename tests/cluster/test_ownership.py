@@ -15,6 +15,7 @@ import refitd
 from refitd import Derived, RefusedError
 from refitd.testing import Daemon, Engine, eventually
 from tests.support.fleet import go_live
+from tests.support.names import named, policy
 from tests.support.trainer import ANSWER_S, Trainer
 
 Tensors = dict[str, torch.Tensor]
@@ -55,11 +56,11 @@ def test_a_second_target_over_the_same_bytes_is_refused_and_names_the_first(
 ) -> None:
     with shared_daemon.connect("one") as one, shared_daemon.connect("two") as two:
         live = make(one)
-        first = one.register_target("policy", live, replica="a")
+        first = one.register_target(policy(), live, replica="a")
         for client in (one, two):
-            for model, replica in (("other", "a"), ("policy", "b"), ("other", "b")):
+            for model, replica in (("other", "a"), (policy(), "b"), ("other", "b")):
                 for tensors in (live, {"v": live["w"]}, {"part": live["w"][:1]}, {"x": torch.zeros(2), **live}):
-                    with pytest.raises(RefusedError, match="shares memory with w of policy/a:0"):
+                    with pytest.raises(RefusedError, match=f"shares memory with w of {policy()}/a:0"):
                         client.register_target(model, tensors, replica=replica)
         assert [t.replica for m in one.status().models for t in m.targets] == ["a"]
         first.close()
@@ -100,19 +101,19 @@ def test_the_same_rank_registers_its_tensors_again_after_each_end(start_daemon: 
     def serves(target: refitd.Target) -> None:
         trainer.publish()
         with Engine(target):
-            trainer.client.swap("policy", timeout=ANSWER_S)
+            trainer.client.swap(policy(), timeout=ANSWER_S)
         assert target.version == trainer.version and torch.all(live["w"] == trainer.version)
 
     client = daemon.connect("closed target")
-    client.register_target("policy", live, replica="a").close()
-    serves(client.register_target("policy", live, replica="a"))
+    client.register_target(policy(), live, replica="a").close()
+    serves(client.register_target(policy(), live, replica="a"))
     with pytest.raises(RefusedError, match=r"policy.*a.*0"):
-        client.register_target("policy", live, replica="a")
+        client.register_target(policy(), live, replica="a")
     client.close()  # close() ends the client's ownership
     client = daemon.connect("evicted")
-    target = client.register_target("policy", live, replica="a")
-    trainer.client.evict("policy", "a")
-    target = client.register_target("policy", live, replica="a")  # the evicted client may not know yet
+    target = client.register_target(policy(), live, replica="a")
+    trainer.client.evict(policy(), "a")
+    target = client.register_target(policy(), live, replica="a")  # the evicted client may not know yet
     serves(target)
     client.close()
     with daemon.connect("another model") as again:
@@ -122,13 +123,13 @@ def test_the_same_rank_registers_its_tensors_again_after_each_end(start_daemon: 
 def test_a_lost_target_owns_its_memory_as_long_as_it_says_that_it_serves(start_daemon: Callable[..., Daemon]) -> None:
     daemon, live, given = start_daemon(), {"w": torch.zeros(4)}, {"w": torch.ones(4)}
     lost = daemon.connect(reconnect=False)
-    source, target = lost.register_source("policy", given), lost.register_target("policy", live, replica="a")
+    source, target = lost.register_source(policy(), given), lost.register_target(policy(), live, replica="a")
     go_live(lost, source, 1, target)
     daemon.kill()
     daemon.start()
     with daemon.connect() as client:
         assert target.version == 1  # until its permit ends
-        with pytest.raises(RefusedError, match="shares memory with w of policy/a:0"):
+        with pytest.raises(RefusedError, match=f"shares memory with w of {policy()}/a:0"):
             client.register_target("other", live, replica="a")
         lost.close()
         assert target.version is None
@@ -141,14 +142,14 @@ def test_an_address_that_is_used_again_belongs_to_no_target_that_has_ended(share
         client.register_target("freed", freed, replica="a")
         freed["w"].untyped_storage().resize_(0)
         for turn in range(20):  # the allocator gives the same addresses again
-            target = client.register_target("policy", {"w": torch.zeros(1 << 16)}, replica=f"a{turn}")
+            target = client.register_target(policy(), {"w": torch.zeros(1 << 16)}, replica=f"a{turn}")
             if turn % 2:
                 target.close()
             del target
             gc.collect()
     with shared_daemon.connect() as other:
         eventually(lambda: not any(m.targets for m in other.status().models), "all targets are gone")
-        other.register_target("policy", {"w": torch.zeros(1 << 16)}, replica="a")
+        other.register_target(policy(), {"w": torch.zeros(1 << 16)}, replica="a")
 
 
 def test_sources_read_memory_that_another_registration_owns(daemon: Daemon) -> None:
@@ -156,11 +157,11 @@ def test_sources_read_memory_that_another_registration_owns(daemon: Daemon) -> N
     live = {"w": torch.zeros(64, 64)}
     trainer = Trainer(daemon)
     with daemon.connect() as client:
-        target = client.register_target("policy", live, replica="a")
+        target = client.register_target(policy(), live, replica="a")
         source = client.register_source("copy", live)
         trainer.publish()
         with Engine(target):
-            trainer.client.swap("policy", timeout=ANSWER_S)
+            trainer.client.swap(policy(), timeout=ANSWER_S)
         source.publish(trainer.version)
 
 
@@ -172,17 +173,17 @@ class Drafted:
         self.trainer, self.engine = daemon.connect(reconnect=returns), daemon.connect(reconnect=returns)
         self.other = other or daemon.connect()
         self.given = {
-            "policy": {"embed": torch.zeros(16, 8), "head": torch.zeros(8)},
-            "draft": {"head": torch.zeros(4)},
+            policy(): {"embed": torch.zeros(16, 8), "head": torch.zeros(8)},
+            named("draft"): {"head": torch.zeros(4)},
         }
         if offers:
-            self.given["draft"]["embed"] = torch.full((16, 8), 77.0)
+            self.given[named("draft")]["embed"] = torch.full((16, 8), 77.0)
         self.sources = {name: self.trainer.register_source(name, given) for name, given in self.given.items()}
         self.policy = {"embed": torch.zeros(16, 8), "head": torch.zeros(8)}
         self.draft = {"embed": self.policy["embed"], "head": torch.zeros(4)}
-        self.target = self.engine.register_target("policy", self.policy, replica="a")
+        self.target = self.engine.register_target(policy(), self.policy, replica="a")
         shared = {"embed": self.target}
-        self.second = self.other.register_target("draft", self.draft, replica="a", shared=shared)
+        self.second = self.other.register_target(named("draft"), self.draft, replica="a", shared=shared)
 
     def publish(self, version: int) -> None:
         for name, source in self.sources.items():
@@ -190,7 +191,7 @@ class Drafted:
             source.publish(version)
 
     def publish_all(self, version: int) -> None:
-        self.given["policy"]["embed"].fill_(version)
+        self.given[policy()]["embed"].fill_(version)
         self.publish(version)
 
     def holds(self, version: int) -> bool:
@@ -204,21 +205,21 @@ def test_a_tensor_that_a_draft_shares_moves_in_a_joint_swap_only(daemon: Daemon,
     with Engine(pair.target, pair.second):
         for version in (1, 2):
             pair.publish_all(version)
-            with pytest.raises(
-                RefusedError, match=r"holds embed for model 'draft' too .*refitctl swap policy --with draft"
-            ):
-                pair.trainer.swap("policy", version, timeout=ANSWER_S)
-            pair.trainer.swap_together({"policy": version, "draft": version}, timeout=ANSWER_S)
+            shares = rf"holds embed for model '{named('draft')}' too .*refitctl swap {policy()} --with {named('draft')}"
+            with pytest.raises(RefusedError, match=shares):
+                pair.trainer.swap(policy(), version, timeout=ANSWER_S)
+            pair.trainer.swap_together({policy(): version, named("draft"): version}, timeout=ANSWER_S)
             assert pair.holds(version)
             eventually(lambda: pair.target.version == pair.second.version == version, "both serve it")  # noqa: B023
         with pytest.raises(RefusedError, match=r"publish the older weights as new versions of both"):
-            pair.trainer.rollback("policy", timeout=ANSWER_S)
+            pair.trainer.rollback(policy(), timeout=ANSWER_S)
         pair.publish_all(3)
-        pair.trainer.swap("draft", 3, timeout=ANSWER_S)  # changes no shared tensor
+        pair.trainer.swap(named("draft"), 3, timeout=ANSWER_S)  # changes no shared tensor
         assert torch.all(pair.draft["embed"] == 2) and torch.all(pair.draft["head"] == 3)
-        assert {pair.trainer.verify(model).outcome for model in ("policy", "draft")} == {"proven"}
-        pair.second.close()
-        pair.trainer.swap("policy", 3, timeout=ANSWER_S)
+        assert {pair.trainer.verify(model).outcome for model in (policy(), named("draft"))} == {"proven"}
+    pair.second.close()
+    with Engine(pair.target):
+        pair.trainer.swap(policy(), 3, timeout=ANSWER_S)
         assert pair.holds(3)
 
 
@@ -227,19 +228,19 @@ def test_what_is_named_as_shared_is_a_tensor_of_the_other_target(daemon: Daemon)
     pair.second.close()
     own = {"embed": torch.zeros(16, 8), "head": torch.zeros(4)}
     for shared, tensors, said in (
-        ({"embed": pair.target}, own, "embed: it is named as shared with policy/a:0, and is no tensor of it"),
+        ({"embed": pair.target}, own, f"embed: it is named as shared with {policy()}/a:0, and is no tensor of it"),
         ({"other": pair.target}, pair.draft, "shared: no tensor registered here is called 'other'"),
-        ({"embed": "policy"}, pair.draft, "expected the Target"),
+        ({"embed": policy()}, pair.draft, "expected the Target"),
         ({"embed": pair.second}, pair.draft, "that target is closed or lost"),
-        ({}, pair.draft, "embed: it shares memory with embed of policy/a:0"),
+        ({}, pair.draft, f"embed: it shares memory with embed of {policy()}/a:0"),
     ):
         with pytest.raises(RefusedError, match=said):
-            pair.other.register_target("draft", tensors, replica="a", shared=shared)  # type: ignore[arg-type]
+            pair.other.register_target(named("draft"), tensors, replica="a", shared=shared)  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match="is of the same model"):
-        pair.other.register_target("policy", pair.policy, replica="b", shared={"embed": pair.target})
-    second = pair.other.register_target("draft", pair.draft, replica="a", shared={"embed": pair.target})
+        pair.other.register_target(policy(), pair.policy, replica="b", shared={"embed": pair.target})
+    second = pair.other.register_target(named("draft"), pair.draft, replica="a", shared={"embed": pair.target})
     pair.target.close()
-    pair.target = pair.engine.register_target("policy", pair.policy, replica="a")  # the owner registers again
+    pair.target = pair.engine.register_target(policy(), pair.policy, replica="a")  # the owner registers again
     with pytest.raises(RefusedError, match="embed: it is to keep its values and shares memory with w of x/r:0"):
         pair.target.close()
         pair.engine.register_target("x", {"w": pair.policy["embed"]}, replica="r")
@@ -251,7 +252,7 @@ def test_between_two_commits_of_a_joint_swap_the_draft_serves_nothing(daemon: Da
     pair = Drafted(daemon, offers=False)
     for version in (1, 2):
         pair.publish_all(version)
-        swap = threading.Thread(target=pair.trainer.swap_together, args=({"policy": version, "draft": version},))
+        swap = threading.Thread(target=pair.trainer.swap_together, args=({policy(): version, named("draft"): version},))
         swap.start()
         eventually(lambda: pair.target.pending == pair.second.pending == version, "decided")  # noqa: B023
         order = (pair.target, pair.second) if first == "owner" else (pair.second, pair.target)
@@ -274,7 +275,7 @@ def test_a_draft_that_missed_a_swap_of_its_owner_serves_nothing_until_both_are_s
     pair = Drafted(daemon, offers=False, other=refitd.connect(path))
     pair.publish_all(1)
     with Engine(pair.target, pair.second):
-        pair.trainer.swap_together({"policy": 1, "draft": 1}, timeout=ANSWER_S)
+        pair.trainer.swap_together({policy(): 1, named("draft"): 1}, timeout=ANSWER_S)
     daemon.kill()
     path.unlink()  # the draft's client does not find the next daemon
     daemon.start()
@@ -285,11 +286,12 @@ def test_a_draft_that_missed_a_swap_of_its_owner_serves_nothing_until_both_are_s
     path.symlink_to(daemon.directory)
     with Engine(pair.target, pair.second):
         eventually(
-            lambda: any(model.model == "draft" and model.targets for model in daemon.status().models), "it is back"
+            lambda: any(model.model == named("draft") and model.targets for model in daemon.status().models),
+            "it is back",
         )
         assert pair.second.version is None and "was decided with its version 1" in pair.second.fenced
         pair.publish_all(3)
-        pair.trainer.swap_together({"policy": 3, "draft": 3}, timeout=ANSWER_S)
+        pair.trainer.swap_together({policy(): 3, named("draft"): 3}, timeout=ANSWER_S)
         assert pair.holds(3)
         eventually(lambda: pair.second.version == 3, "the draft serves again")
     for client in (pair.trainer, pair.engine, pair.other):
@@ -298,7 +300,7 @@ def test_a_draft_that_missed_a_swap_of_its_owner_serves_nothing_until_both_are_s
 
 def _accepts(pair: Drafted, version: int) -> bool:
     try:
-        pair.trainer.swap("policy", version, timeout=ANSWER_S)
+        pair.trainer.swap(policy(), version, timeout=ANSWER_S)
     except refitd.RefitdError:
         return False
     return True
@@ -308,19 +310,19 @@ def test_a_draft_serves_nothing_while_the_owner_of_its_tensor_serves_nothing(dae
     pair = Drafted(daemon, offers=False)
     pair.publish_all(1)
     with Engine(pair.target, pair.second):
-        pair.trainer.swap_together({"policy": 1, "draft": 1}, timeout=ANSWER_S)
+        pair.trainer.swap_together({policy(): 1, named("draft"): 1}, timeout=ANSWER_S)
     pair.target.suspend()
     assert pair.second.version is None and "it is suspended" in pair.second.fenced
     with Engine(pair.target, pair.second):
         pair.target.resume(kept=False)
         eventually(lambda: pair.target.version == pair.second.version == 1, "the owner catches up")
     pair.target.close()
-    assert pair.second.version is None and "it was closed" in pair.second.fenced
+    assert pair.second.version is None and "was closed" in pair.second.fenced
 
 
 def test_an_owner_that_is_written_in_place_shares_no_tensor(daemon: Daemon) -> None:
     with daemon.connect() as client:
         live = client.allocate({"embed": ((64, 64), torch.float32)})
-        owner = client.register_target("policy", live, replica="a", mode="in-place")
-        with pytest.raises(RefusedError, match="policy/a:0 is written in place"):
-            client.register_target("draft", {**live, "h": torch.zeros(2)}, replica="a", shared={"embed": owner})
+        owner = client.register_target(policy(), live, replica="a", mode="in-place")
+        with pytest.raises(RefusedError, match=f"{policy()}/a:0 is written in place"):
+            client.register_target(named("draft"), {**live, "h": torch.zeros(2)}, replica="a", shared={"embed": owner})

@@ -13,6 +13,7 @@ from refitd import Derived, MXFP8Buffer
 from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support.controls import controlled
 from tests.support.fleet import go_live
+from tests.support.names import policy
 from tests.support.programs import Program, python, refitctl
 
 Tensors = dict[str, torch.Tensor]
@@ -36,8 +37,8 @@ def own(base: float = 7.0) -> Tensors:
 class Fleet:
     """A trainer that offers two tensors, and replica "a" that keeps the rest."""
 
-    def __init__(self, daemon: Daemon, model: str = "policy") -> None:
-        self.daemon, self.model = daemon, model
+    def __init__(self, daemon: Daemon, model: str = "") -> None:
+        self.daemon, self.model = daemon, (model := model or policy())
         self.trainer, self.client = daemon.connect("trainer"), daemon.connect("engine")
         self.given = trained(1)
         self.source = self.trainer.register_source(model, self.given, partial=True)
@@ -123,6 +124,7 @@ def test_an_aborted_swap_a_rollback_and_a_replica_that_joins(fleet: Fleet) -> No
 
 
 ENGINE = """
+from tests.support.names import policy
 import sys, torch, refitd
 directory, way, base = sys.argv[1:]
 sys.stdin.readline()  # torch is imported
@@ -133,7 +135,7 @@ if way == "arena":
     for name, tensor in held.items():
         tensor.copy_(live[name])
     live = held
-target = client.register_target("policy", live, replica="crashes", keeps=True)
+target = client.register_target(policy(), live, replica="crashes", keeps=True)
 print(target.kept, target.version, flush=True)
 for line in sys.stdin:
     target.wait(int(line), timeout=60)
@@ -156,7 +158,7 @@ def test_an_engine_that_crashes_and_returns_keeps_what_it_comes_with(daemon: Dae
         assert said(first) == "('embed',) None"
         fleet.publish(1)
         with Engine(fleet.target):
-            running = RunningSwap(fleet.daemon.connect(), "policy", 1, timeout=60)
+            running = RunningSwap(fleet.daemon.connect(), policy(), 1, timeout=60)
             assert said(first, 1) == "1 [5.0] [1.0] [1.5]"
             running.result()
         first.kill()
@@ -217,17 +219,17 @@ def test_a_part_is_saved_only_where_that_is_meant(daemon: Daemon, tmp_path: Any)
     fleet = Fleet(daemon)
     fleet.swap(1)
     with pytest.raises(refitd.RefusedError, match=r"a part of the model.*--partial"):
-        refitd.save_checkpoint(fleet.trainer, "policy", tmp_path / "whole")
-    saved = refitd.save_checkpoint(fleet.trainer, "policy", tmp_path / "part", partial=True)
+        refitd.save_checkpoint(fleet.trainer, policy(), tmp_path / "whole")
+    saved = refitd.save_checkpoint(fleet.trainer, policy(), tmp_path / "part", partial=True)
     found = load_file(tmp_path / "part" / "model.safetensors")
     assert saved.tensors == 2 and all(torch.equal(found[name], t) for name, t in trained(1).items())
     fleet.trainer.close()
     # published again as a partial version after the trainer has ended: engines that keep the rest take it
     with fleet.daemon.connect("publisher") as client:
         eventually(lambda: not client.status().models[0].sources[0].attached, "the trainer is gone")
-        version = refitd.publish_checkpoint(client, "policy", tmp_path / "part", partial=True).version
+        version = refitd.publish_checkpoint(client, policy(), tmp_path / "part", partial=True).version
         with Engine(fleet.target):
-            client.swap("policy", version, timeout=60)
+            client.swap(policy(), version, timeout=60)
     assert holds(fleet.live, 1)
     fleet.client.close()
 
@@ -236,29 +238,29 @@ def test_after_a_full_trainer_a_partial_one_is_followed_only_by_who_says_so(daem
     with daemon.connect("engine") as client:
         live = own()
         with daemon.connect("full") as full:
-            target = client.register_target("policy", live, replica="a")
+            target = client.register_target(policy(), live, replica="a")
             every = {**own(), **trained(1), "embed": torch.full((128, 32), 11.0)}
-            source = full.register_source("policy", every)
+            source = full.register_source(policy(), every)
             go_live(full, source, 1, target)
         eventually(lambda: not client.status().models[0].sources[0].attached, "the full trainer has gone")
         with daemon.connect("part") as part:
-            source = part.register_source("policy", trained(2), partial=True)
+            source = part.register_source(policy(), trained(2), partial=True)
             source.publish(source.next_version)
             with pytest.raises(refitd.RefusedError, match=r"embed: no source offers it.*keeps=True"):
-                part.swap("policy", timeout=60)
+                part.swap(policy(), timeout=60)
             assert target.version == 1
             # registered again, it keeps the values of the full version
             target.close()
-            target = client.register_target("policy", live, replica="a", keeps=True)
+            target = client.register_target(policy(), live, replica="a", keeps=True)
             with Engine(target):
-                part.swap("policy", timeout=60)
+                part.swap(policy(), timeout=60)
             assert holds(live | {"embed": own()["embed"]}, 2) and bool((live["embed"] == 11).all())
         eventually(lambda: not client.status().models[0].sources[0].attached, "the partial one, too")
         with daemon.connect("full") as full:
-            source = full.register_source("policy", every)
+            source = full.register_source(policy(), every)
             source.publish(source.next_version)
             with pytest.raises(refitd.RefusedError, match="keeps 'embed' and 1 more, and the sources do not say"):
-                full.swap("policy", timeout=60)
+                full.swap(policy(), timeout=60)
 
 
 def test_ranks_of_several_replicas_and_trainers_must_agree(shared_daemon: Daemon) -> None:

@@ -16,6 +16,8 @@ import torch
 
 from refitd.testing import Daemon, Engine
 
+pytestmark = pytest.mark.own_daemon
+
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 

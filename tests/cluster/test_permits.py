@@ -16,6 +16,7 @@ from refitd.client.target_tensors import TargetTensors
 from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support import programs, shards
 from tests.support.fleet import go_live
+from tests.support.names import policy
 from tests.support.recovery import Fleet, crash
 
 COORDINATED = "[deadlines]\nlease_s = 2.0\ncommit_s = 5.0\n"
@@ -50,16 +51,16 @@ def test_an_engine_on_a_stopped_node_serves_nothing_once_the_fleet_goes_on(start
     eventually(lambda: len(n0.connect().status().nodes) == 2, "both nodes are there")
     with n0.connect() as here, n1.connect() as there:
         tensors = shards.whole(1)
-        source = here.register_source("policy", tensors)
-        near = here.register_target("policy", shards.zeros_like(tensors), replica="near")
+        source = here.register_source(policy(), tensors)
+        near = here.register_target(policy(), shards.zeros_like(tensors), replica="near")
         live = shards.zeros_like(tensors)
-        far = there.register_target("policy", live, replica="far")
+        far = there.register_target(policy(), live, replica="far")
         go_live(here, source, 1, near, far)
         assert far.version == 1
         source.publish(2)
         with stopped((n1.pid,)):
             with Engine(near), pytest.raises(refitd.RefitFailed):
-                here.swap("policy", 2, timeout=30)  # aborted, or decided and incomplete: far does not know
+                here.swap(policy(), 2, timeout=30)  # aborted, or decided and incomplete: far does not know
             eventually(lambda: len(here.status().nodes) == 1, "the node is lost")
             go_live(here, source, 3, near)
             assert far.version is None and "permit" in far.fenced
@@ -98,7 +99,7 @@ def test_engines_serve_without_a_gap_across_a_take_over(start_daemon: Callable[.
         eventually(fleet.knows_model, "it is admitted again")
     fleet.publish(3)
     with Engine(fleet.target):
-        assert fleet.trainer.swap("policy", 3, timeout=60).outcome == "committed"
+        assert fleet.trainer.swap(policy(), 3, timeout=60).outcome == "committed"
     eventually(lambda: 3 in served.versions, "it was seen to serve version 3")
     versions = served.end()
     del versions[versions.index(3) :]
@@ -118,15 +119,15 @@ def test_a_rank_with_a_staged_version_serves_on_while_no_coordinator_answers(
     other = start_daemon(name="n1", joins=daemon.endpoint)
     fleet = Fleet(daemon)
     with other.connect() as lost:
-        engine = lost.register_target("policy", shards.zeros_like(fleet.tensors), replica="b")
+        engine = lost.register_target(policy(), shards.zeros_like(fleet.tensors), replica="b")
         fleet.publish(3)
         with Engine(fleet.target, engine):
-            assert fleet.trainer.swap("policy", 3, timeout=60).outcome == "committed"
+            assert fleet.trainer.swap(policy(), 3, timeout=60).outcome == "committed"
         other.kill()
         eventually(lambda: len(fleet.trainer.status().nodes) == 1, "the node is lost")
         fleet.publish(4)
         served = Served(fleet.target)
-        running = RunningSwap(daemon.connect(), "policy", 4, timeout=90)
+        running = RunningSwap(daemon.connect(), policy(), 4, timeout=90)
         eventually(lambda: "event=held" in daemon.log(), "the decision waits for the permit of b")
         coordinator.kill()
         eventually(lambda: "event=coordinator-silent" in daemon.log(), "the daemon has missed it")
@@ -153,7 +154,7 @@ def test_nothing_new_is_decided_while_an_engine_out_of_reach_may_serve(start_dae
     old = start_daemon(name="n1", joins=daemon.endpoint)
     fleet = Fleet(daemon)
     lost = old.connect()
-    engine = lost.register_target("policy", shards.zeros_like(fleet.tensors), replica="b")
+    engine = lost.register_target(policy(), shards.zeros_like(fleet.tensors), replica="b")
     with Engine(engine):
         assert engine.wait(2, timeout=60) == 2
     old.kill()
@@ -162,7 +163,7 @@ def test_nothing_new_is_decided_while_an_engine_out_of_reach_may_serve(start_dae
     fleet.publish(3)
     served: list[int | None] = []
     with Engine(fleet.target):
-        running = RunningSwap(daemon.connect(), "policy", 3, timeout=90)
+        running = RunningSwap(daemon.connect(), policy(), 3, timeout=90)
         eventually(lambda: bool(served.append(engine.version)) or fleet.target.version == 3, "version 3 is live", 90)
         assert engine.version is None, "two versions are served"
         assert running.result().outcome == "committed"
@@ -186,7 +187,7 @@ def test_a_returning_engine_is_not_swappable_before_it_holds_its_weights(
         fleet.publish(3)
         others.append([t.replica for t in fleet.trainer.status().models[0].targets])
         with Engine(fleet.target):
-            fleet.trainer.swap("policy", 3, timeout=60)
+            fleet.trainer.swap(policy(), 3, timeout=60)
         restore(self, *arena)  # type: ignore[arg-type]
 
     monkeypatch.setattr(kind, "restore", slow)
@@ -194,13 +195,13 @@ def test_a_returning_engine_is_not_swappable_before_it_holds_its_weights(
         live = shards.zeros_like(fleet.tensors)
         if way == "arena":
             live = client.allocate({name: (t.shape, t.dtype) for name, t in fleet.tensors.items()})
-        target = client.register_target("policy", live, replica="crashes")
+        target = client.register_target(policy(), live, replica="crashes")
         assert others == [["a"]], "nobody may stage into an arena that is still being read"
         # it has restored 2 completely, and 3 is live: it gets no permit before it has loaded 3
         assert target.version in (None, 3)
         assert shards.equal(live, fleet.full[2]) or target.version == 3
         assert target.wait(3, timeout=60) == 3 and shards.equal(live, fleet.full[3])
-        assert fleet.trainer.verify("policy", timeout=60).outcome == "proven"
+        assert fleet.trainer.verify(policy(), timeout=60).outcome == "proven"
 
 
 def test_a_restore_that_did_not_land_is_refused_and_what_was_kept_is_kept(
@@ -215,18 +216,19 @@ def test_a_restore_that_did_not_land_is_refused_and_what_was_kept_is_kept(
 
     monkeypatch.setattr(TargetTensors, "copy", loses)
     with fleet.daemon.connect("back") as client, pytest.raises(refitd.CommitError, match="restored"):
-        client.register_target("policy", shards.zeros_like(fleet.tensors), replica="crashes")
+        client.register_target(policy(), shards.zeros_like(fleet.tensors), replica="crashes")
     monkeypatch.undo()
     assert [t.replica for t in fleet.trainer.status().models[0].targets] == ["a"]
 
 
 DIES = """
+from tests.support.names import policy
 import os, sys, refitd
 from refitd.client.target_tensors import TargetTensors
 from tests.support import shards
 TargetTensors.restore = lambda *_: os._exit(9)
 client = refitd.connect(sys.argv[1], name="dies")
-client.register_target("policy", shards.zeros_like(shards.whole(1)), replica="crashes")
+client.register_target(policy(), shards.zeros_like(shards.whole(1)), replica="crashes")
 """
 
 
@@ -238,5 +240,5 @@ def test_an_engine_that_dies_while_it_restores_finds_its_weights_again(fleet: Fl
     assert fleet.daemon.node().arenas == kept
     with fleet.daemon.connect("back") as again:
         live = shards.zeros_like(fleet.tensors)
-        target = again.register_target("policy", live, replica="crashes")
+        target = again.register_target(policy(), live, replica="crashes")
         assert target.version == 2 and shards.equal(live, fleet.full[2])

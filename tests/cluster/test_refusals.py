@@ -10,6 +10,7 @@ import torch
 import refitd
 from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support import shards
+from tests.support.names import policy
 from tests.support.two_replicas import Fleet
 
 
@@ -23,13 +24,13 @@ from tests.support.two_replicas import Fleet
 )
 def test_a_target_that_does_not_fit_refuses_the_swap_by_name(fleet: Fleet, name: str, tensor: torch.Tensor) -> None:
     with fleet.daemon.connect("bad") as client:
-        client.register_target("policy", {**fleet.full, name: tensor}, replica="bad")
+        client.register_target(policy(), {**fleet.full, name: tensor}, replica="bad")
         with Engine(*fleet.targets), pytest.raises(refitd.RefitFailed, match=name) as failure:
-            fleet.trainer.swap("policy", 2, timeout=60)
+            fleet.trainer.swap(policy(), 2, timeout=60)
         assert failure.value.report is not None and failure.value.report.phase == "plan"
         assert "bad rank 0" in str(failure.value)
         with pytest.raises(refitd.PlanError, match=name):
-            fleet.trainer.plan("policy")
+            fleet.trainer.plan(policy())
         assert fleet.serves_first()
     eventually(lambda: all(t.replica != "bad" for t in fleet.trainer.status().models[0].targets), "it has left")
     assert fleet.swap_succeeds() and fleet.serves_second()
@@ -40,21 +41,21 @@ def test_a_source_that_covers_only_part_is_named(daemon: Daemon) -> None:
     half = shards.cut(full, 0, 2)
     with daemon.connect() as client:
         # one source rank that claims the first of two halves
-        source = client.register_source("policy", half, metadata=shards.describe(half, 0, 2))
-        target = client.register_target("policy", shards.zeros_like(full), replica="r")
+        source = client.register_source(policy(), half, metadata=shards.describe(half, 0, 2))
+        target = client.register_target(policy(), shards.zeros_like(full), replica="r")
         source.publish(1)
         with Engine(target), pytest.raises(refitd.RefitFailed, match=r"embedding\.weight"):
-            client.swap("policy", timeout=10)
+            client.swap(policy(), timeout=10)
         assert target.version is None
 
 
 def test_an_unfinished_source_pool_is_told_which_ranks_are_missing(daemon: Daemon) -> None:
     half = shards.cut(shards.whole(1), 0, 2)
     with daemon.connect() as client:
-        source = client.register_source("policy", half, world_size=2, metadata=shards.describe(half, 0, 2))
+        source = client.register_source(policy(), half, world_size=2, metadata=shards.describe(half, 0, 2))
         source.publish(1)
         with pytest.raises(refitd.RefusedError, match=r"source ranks \[1\] of 2"):
-            client.swap("policy", timeout=10)
+            client.swap(policy(), timeout=10)
 
 
 def test_publishing_an_older_version_is_refused(fleet: Fleet) -> None:
@@ -67,7 +68,7 @@ def test_publishing_an_older_version_is_refused(fleet: Fleet) -> None:
 def test_swapping_an_older_version_than_is_served_is_refused(fleet: Fleet) -> None:
     assert fleet.swap_succeeds()
     with pytest.raises(refitd.RefusedError, match="serves version 2, which is newer than 1"):
-        fleet.trainer.swap("policy", 1, timeout=5)
+        fleet.trainer.swap(policy(), 1, timeout=5)
     assert fleet.serves_second()
 
 
@@ -75,26 +76,26 @@ def test_unknown_models_and_versions_are_refused_with_what_there_is(fleet: Fleet
     with pytest.raises(refitd.RefusedError, match=r"no model 'polcy' is registered; registered models: policy"):
         fleet.trainer.swap("polcy")
     with pytest.raises(refitd.RefusedError, match=r"version 7 is not held .* complete versions: \[1, 2\]"):
-        fleet.trainer.swap("policy", 7)
+        fleet.trainer.swap(policy(), 7)
     assert fleet.serves_first()
 
 
 def test_metadata_that_does_not_fit_the_tensors_is_refused_at_once(fleet: Fleet) -> None:
     described = shards.describe(fleet.full, 0, 1)
     with pytest.raises(refitd.RefusedError, match="name different parameters"):
-        fleet.client.register_target("policy", {"other": torch.zeros(1)}, replica="x", metadata=described)
+        fleet.client.register_target(policy(), {"other": torch.zeros(1)}, replica="x", metadata=described)
     described[0].shape = (1, 1)
     with pytest.raises(refitd.RefusedError, match=r"embedding\.weight: described as \(1, 1\)"):
-        fleet.client.register_target("policy", fleet.live[0], replica="x", metadata=described)
+        fleet.client.register_target(policy(), fleet.live[0], replica="x", metadata=described)
 
 
 def test_a_second_swap_while_one_runs_is_refused(fleet: Fleet) -> None:
     workers = fleet.trainer.status().nodes[0].workers
     with stopped(workers):
-        running = RunningSwap(fleet.daemon.connect(), "policy", 2)
+        running = RunningSwap(fleet.daemon.connect(), policy(), 2)
         running.wait_phase("stage")
         with pytest.raises(refitd.RefusedError, match=r"swap \w+ to version 2 is running"):
-            fleet.trainer.swap("policy", 2)
+            fleet.trainer.swap(policy(), 2)
     with Engine(*fleet.targets):
         assert running.result().outcome == "committed"
 
@@ -104,7 +105,7 @@ def test_more_memory_than_there_is_is_refused_with_the_numbers(shared_daemon: Da
         # a sparse file without data
         huge = torch.from_file(str(tmp_path / "holes"), shared=True, size=1 << 40, dtype=torch.uint8)
         with pytest.raises(refitd.ArenaError, match=r"1099511627776 bytes asked for, \d+ bytes available under \w+"):
-            client.register_target("policy", {"w": huge}, replica="r")
+            client.register_target(policy(), {"w": huge}, replica="r")
         assert client.status().nodes[0].arenas == 0
 
 

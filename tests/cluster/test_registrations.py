@@ -21,6 +21,7 @@ from refitd.client.source_tensors import SourceTensors
 from refitd.testing import Daemon, Engine, eventually
 from tests.support.controls import Controlled
 from tests.support.fleet import go_live
+from tests.support.names import policy
 from tests.support.shards import meta
 
 
@@ -33,10 +34,10 @@ def test_no_wrong_argument_ends_a_session_and_numbers_of_numpy_and_torch_are_num
 
     with daemon.connect() as trainer, daemon.connect() as engine:
         source = trainer.register_source(
-            "policy", full, rank=np.int64(0), world_size=torch.tensor(1), slots=np.int32(2), metadata=described()
+            policy(), full, rank=np.int64(0), world_size=torch.tensor(1), slots=np.int32(2), metadata=described()
         )
         target = engine.register_target(
-            "policy", live, replica=np.str_("a"), metadata=described(fill=torch.tensor(0.0)), timeout=np.float64(20)
+            policy(), live, replica=np.str_("a"), metadata=described(fill=torch.tensor(0.0)), timeout=np.float64(20)
         )
         wrong: list[Any] = [
             lambda: source.publish(1.5),
@@ -48,15 +49,15 @@ def test_no_wrong_argument_ends_a_session_and_numbers_of_numpy_and_torch_are_num
             lambda: source.lend("1"),
             lambda: target.wait("1"),
             lambda: target.wait(1, timeout=math.nan),
-            lambda: trainer.swap("policy", 1.5),
-            lambda: trainer.swap("policy", 1, timeout=-1),
-            lambda: trainer.swap("policy", 1, timeout=math.inf),
+            lambda: trainer.swap(policy(), 1.5),
+            lambda: trainer.swap(policy(), 1, timeout=-1),
+            lambda: trainer.swap(policy(), 1, timeout=math.inf),
             lambda: trainer.swap(None),
             lambda: trainer.swap(3),
-            lambda: trainer.rollback("policy", "old"),
-            lambda: trainer.verify("policy", timeout=math.nan),
-            lambda: trainer.history("policy", limit="all"),
-            lambda: trainer.abort("policy", reason=3),
+            lambda: trainer.rollback(policy(), "old"),
+            lambda: trainer.verify(policy(), timeout=math.nan),
+            lambda: trainer.history(policy(), limit="all"),
+            lambda: trainer.abort(policy(), reason=3),
             lambda: trainer.plan(b"policy"),
             lambda: trainer.allocate({"w": ((2.5,), torch.float32)}),
             lambda: trainer.allocate({"w": ((2,), torch.float32)}, timeout=None),
@@ -85,10 +86,10 @@ def test_no_wrong_argument_ends_a_session_and_numbers_of_numpy_and_torch_are_num
                 pytest.fail(f"call {number} returned {call()!r}")
         source.publish(np.int64(1), timeout=torch.tensor(20))
         with Engine(target):
-            assert trainer.swap("policy", np.uint8(1), timeout=np.float32(20)).outcome == "committed"
+            assert trainer.swap(policy(), np.uint8(1), timeout=np.float32(20)).outcome == "committed"
             assert target.wait(torch.tensor(1)) == 1
         assert torch.equal(live["w"], full["w"])
-        assert [m.model for m in trainer.status().models] == ["policy"]
+        assert [m.model for m in trainer.status().models] == [policy()]
 
 
 def test_ranks_without_tensors_and_tensors_held_twice_take_part(daemon: Daemon) -> None:
@@ -100,15 +101,15 @@ def test_ranks_without_tensors_and_tensors_held_twice_take_part(daemon: Daemon) 
     full = {"w": torch.arange(6.0), "again": torch.arange(6.0), "e": torch.zeros(0, 4)}
     with daemon.connect() as trainer, daemon.connect() as engine:
         sources = [
-            trainer.register_source("policy", full, rank=0, world_size=2, metadata=described(full, 0, again="w")),
-            trainer.register_source("policy", {}, rank=1, world_size=2),
+            trainer.register_source(policy(), full, rank=0, world_size=2, metadata=described(full, 0, again="w")),
+            trainer.register_source(policy(), {}, rank=1, world_size=2),
         ]
         own = {"w": torch.zeros(6), "e": torch.zeros(0, 4)}
         live = engine.allocate({"w": ((6,), torch.float32), "e": ((0, 4), torch.float32)})
-        replica = Controlled(engine, "policy", "b", 2)
+        replica = Controlled(engine, policy(), "b", 2)
         targets = [
-            engine.register_target("policy", own, replica="a", rank=0, world_size=2, metadata=described(own, 0)),
-            engine.register_target("policy", nn.Identity(), replica="a", rank=1, world_size=2),
+            engine.register_target(policy(), own, replica="a", rank=0, world_size=2, metadata=described(own, 0)),
+            engine.register_target(policy(), nn.Identity(), replica="a", rank=1, world_size=2),
             replica.add(engine, live, metadata=described(live, 0), mode="in-place"),
             replica.add(engine, {}, mode="in-place"),
         ]
@@ -118,11 +119,11 @@ def test_ranks_without_tensors_and_tensors_held_twice_take_part(daemon: Daemon) 
                 full["again"].fill_(version)
                 for source in sources:
                     source.publish(version)
-                report = trainer.swap("policy", version, timeout=60)
+                report = trainer.swap(policy(), version, timeout=60)
                 assert report.outcome == "committed"
                 assert [target.wait(version) for target in targets] == [version] * 4
                 assert torch.equal(own["w"], full["w"]) and torch.equal(live["w"], full["w"])
-        assert trainer.verify("policy", timeout=60).outcome == "proven"
+        assert trainer.verify(policy(), timeout=60).outcome == "proven"
     del live
 
 
@@ -157,19 +158,19 @@ def test_wrappers_have_no_names(daemon: Daemon, tmp_path: Path) -> None:
         with daemon.connect() as trainer, daemon.connect() as engine:
             model = wrapped_model(1.0, tmp_path)
             assert any(name.startswith("module._orig_mod.0.fc1._orig_mod.") for name, _ in model.named_parameters())
-            source = trainer.register_source("policy", model)
+            source = trainer.register_source(policy(), model)
             by_dict = trainer.register_source("dict", dict(model.named_parameters()))
             bare, named = plain_model(0.0), dict(plain_model(0.0).named_parameters())
             back = wrapped_model(0.0, tmp_path)
             targets = [
-                engine.register_target("policy", bare, replica="module"),
-                engine.register_target("policy", back, replica="wrapped"),
+                engine.register_target(policy(), bare, replica="module"),
+                engine.register_target(policy(), back, replica="wrapped"),
                 engine.register_target("dict", named, replica="dict"),
             ]
             source.publish(1)
             by_dict.publish(1)
             with Engine(*targets):
-                trainer.swap("policy", 1, timeout=60)
+                trainer.swap(policy(), 1, timeout=60)
                 trainer.swap("dict", 1, timeout=60)
             for tensors in (bare.parameters(), back.parameters(), named.values()):
                 assert all(bool((tensor == 1).all()) for tensor in tensors)
@@ -189,7 +190,7 @@ def test_of_targets_that_two_threads_register_at_once_one_gets_the_memory(daemon
             def registered(client: refitd.Client, name: str, turn: int, together: threading.Barrier) -> object:
                 together.wait(30)
                 try:
-                    return client.register_target("policy", {name: whole}, replica=f"{name}{turn}")
+                    return client.register_target(policy(), {name: whole}, replica=f"{name}{turn}")
                 except refitd.RefusedError as exc:
                     return exc
 
@@ -207,8 +208,8 @@ def test_a_trainer_that_frees_what_it_has_registered_is_refused_and_goes_on(daem
     """FSDP2 registered while it is unsharded, and resharded later: a segmentation fault before."""
     given, live = {"w": torch.ones(1 << 20), "v": torch.ones(4)}, {"w": torch.zeros(1 << 20), "v": torch.zeros(4)}
     with daemon.connect() as trainer, daemon.connect() as engine:
-        source = trainer.register_source("policy", given)
-        target = engine.register_target("policy", live, replica="a")
+        source = trainer.register_source(policy(), given)
+        target = engine.register_target(policy(), live, replica="a")
         source.publish(1)
         kept = given["w"]
         kept.untyped_storage().resize_(0)
@@ -219,11 +220,11 @@ def test_a_trainer_that_frees_what_it_has_registered_is_refused_and_goes_on(daem
         given["w"] = torch.full((1 << 20,), 2.0)
         source.publish(2)
         with Engine(target):
-            trainer.swap("policy", 2, timeout=60)
+            trainer.swap(policy(), 2, timeout=60)
             assert bool((live["w"] == 2).all()) and bool((live["v"] == 1).all())
             given["w"] = torch.full((1 << 20,), 3.0)
             with source.lend(3):
-                trainer.swap("policy", 3, timeout=60)
+                trainer.swap(policy(), 3, timeout=60)
         assert bool((live["w"] == 3).all())
 
 
@@ -232,7 +233,7 @@ def test_a_copy_that_fails_gives_its_slot_back(daemon: Daemon) -> None:
         raise MemoryError("no")
 
     with daemon.connect() as trainer:
-        source = trainer.register_source("policy", {"w": torch.ones(4)}, slots=1)
+        source = trainer.register_source(policy(), {"w": torch.ones(4)}, slots=1)
         with pytest.MonkeyPatch.context() as fails:
             fails.setattr(SourceTensors, "write_to", fail)
             for version in (1, 2, 2):
@@ -267,11 +268,11 @@ def register_swap_and_close(trainer: Client, engine: Client, version: int, count
     """
     full, live = {"w": torch.full((count,), float(version))}, {"w": torch.zeros(count)}
     placed = engine.allocate({"w": ((count,), torch.float32), "e": ((0,), torch.float32)})
-    source = trainer.register_source("policy", full)
-    targets = [engine.register_target("policy", t, replica=r) for r, t in (("a", live), ("b", placed))]
+    source = trainer.register_source(policy(), full)
+    targets = [engine.register_target(policy(), t, replica=r) for r, t in (("a", live), ("b", placed))]
     go_live(trainer, source, version, *targets)
     assert torch.equal(placed["w"], full["w"]) and torch.equal(live["w"], full["w"])
-    with pytest.raises(RefusedError, match="registered as policy/b:0"):
+    with pytest.raises(RefusedError, match=f"registered as {policy()}/b:0"):
         engine.free(placed)
     for registered in (*targets, source):
         registered.close()

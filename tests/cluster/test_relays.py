@@ -17,6 +17,7 @@ from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support import shards
 from tests.support.controls import controlled, nothing
 from tests.support.fleet import go_live
+from tests.support.names import policy
 
 Nodes = tuple[Daemon, ...]
 Tensors = dict[str, torch.Tensor]
@@ -43,7 +44,7 @@ class Fleet:
         self.clients = [self._exits.enter_context(node.connect()) for node in self.nodes]
         self.trainer = self.clients[0]
         self.held = made(0)
-        self.source = self.trainer.register_source("policy", self.held)
+        self.source = self.trainer.register_source(policy(), self.held)
         self.targets: list[refitd.Target] = []
         self.live: list[tuple[int, Tensors]] = []
 
@@ -51,7 +52,7 @@ class Fleet:
         """Register a replica on a node."""
         client = self.clients[node]
         if in_place:
-            client.control_replica("policy", replica, pause=nothing, commit=nothing)
+            client.control_replica(policy(), replica, pause=nothing, commit=nothing)
         for rank in range(ROWS):
             mine = {name: part(tensor, rank).to(torch.bfloat16) for name, tensor in self.held.items()}
             described = shards.describe(mine, rank, ROWS, MODEL)
@@ -60,7 +61,7 @@ class Fleet:
                 live = client.allocate({name: (t.shape, t.dtype) for name, t in mine.items()})
             self.targets.append(
                 client.register_target(
-                    "policy",
+                    policy(),
                     live,
                     replica=replica,
                     rank=rank,
@@ -100,7 +101,7 @@ def test_every_cable_carries_it_once(nodes: Callable[..., Nodes]) -> None:
     report = fleet.swap(1)
     fleet.check()
     assert report.bytes == 4 * whole
-    plan = fleet.trainer.plan("policy")
+    plan = fleet.trainer.plan(policy())
     assert [(path.source, path.nodes) for path in plan.relays.paths] == [("n0", ("n1", "n2", "n3"))]
     assert (plan.relays.bytes, plan.relays.direct_bytes) == (whole, 3 * whole)
     links = {(link.source, link.target): (link.bytes, link.needed_bytes) for link in plan.links}
@@ -116,7 +117,7 @@ def test_every_cable_carries_it_once(nodes: Callable[..., Nodes]) -> None:
     fleet.check()
     assert changes.crossing.delta_bytes == 3 * whole, "all came as deltas, from node to node"
     assert changes.crossing.crossed_bytes < 0.03 * changes.crossing.delta_bytes
-    assert fleet.trainer.verify("policy").outcome == "proven"
+    assert fleet.trainer.verify(policy()).outcome == "proven"
     fleet.close()
 
 
@@ -157,7 +158,7 @@ def test_whoever_fails_on_the_path_is_named_and_the_next_swap_goes_on(
     pids = [node.node_of(f"n{i}").workers[-1] for i, node in enumerate(fleet.nodes)]
     other = pids[victim - 1 if victim else 2]  # stopped, to keep the swap unfinished until the victim fails
     with Engine(*fleet.targets), stopped((other,)):
-        swap = RunningSwap(fleet.nodes[0].connect(), "policy", 2, timeout=90)
+        swap = RunningSwap(fleet.nodes[0].connect(), policy(), 2, timeout=90)
         swap.wait_phase("stage")
         os.kill(pids[victim], how)
         if how == signal.SIGSTOP:
@@ -198,7 +199,7 @@ def test_a_node_that_leaves_or_sleeps_is_routed_around(nodes: Callable[..., Node
     eventually(lambda: "n2" not in {m.node for m in fleet.trainer.status().models[0].targets}, "n2 is known to be away")
     fleet.swap(4)
     fleet.check()
-    assert [path.nodes for path in fleet.trainer.plan("policy").relays.paths] == [("n1", "n3")]
+    assert [path.nodes for path in fleet.trainer.plan(policy()).relays.paths] == [("n1", "n3")]
     fleet.close()
 
 
@@ -228,7 +229,7 @@ def test_all_ways_to_go_live_and_all_conversions_may_be_passed_on(nodes: Callabl
         buffer = MXFP8Buffer.empty(MODEL["wide"][0])
         buffers.append(buffer)
         fleet.targets.append(
-            fleet.clients[node].register_target("policy", {"wide": buffer}, replica=f"q{node}", cast="float32")
+            fleet.clients[node].register_target(policy(), {"wide": buffer}, replica=f"q{node}", cast="float32")
         )
     for version in (1, 2, 3):
         fleet.change(0.02, version)
@@ -238,8 +239,8 @@ def test_all_ways_to_go_live_and_all_conversions_may_be_passed_on(nodes: Callabl
         for data, scale in others:
             assert torch.equal(data.view(torch.uint8), first[0].view(torch.uint8))
             assert torch.equal(scale.view(torch.uint8), first[1].view(torch.uint8))
-    assert bool(fleet.trainer.plan("policy").relays.paths) == relays
-    assert fleet.trainer.verify("policy").outcome == "proven"
+    assert bool(fleet.trainer.plan(policy()).relays.paths) == relays
+    assert fleet.trainer.verify(policy()).outcome == "proven"
     fleet.close()
 
 
@@ -254,7 +255,7 @@ def test_a_delta_altered_on_one_cable_costs_no_rank_of_the_path_its_deltas(
     for version in (1, 2):
         fleet.swap(version)
         fleet.change(0.01, version)
-    assert fleet.trainer.plan("policy").relays.paths
+    assert fleet.trainer.plan(policy()).relays.paths
     meddle("delta n1")
     with pytest.raises(refitd.SwapFailed, match="differ from the bytes"):
         fleet.swap(3)
@@ -287,7 +288,7 @@ def test_a_rank_whose_base_is_wrong_gets_full_versions_last_on_the_path(
     version = 2
     for times in (1, 2):
         version += 1
-        eventually(lambda: fleet.trainer.verify("policy").outcome == "proven", "the base has digests")
+        eventually(lambda: fleet.trainer.verify(policy()).outcome == "proven", "the base has digests")
         live["norm"].view(torch.int16)[100] ^= 1
         with pytest.raises(refitd.SwapFailed, match="differ from the bytes"):
             fleet.swap(version)
@@ -295,14 +296,14 @@ def test_a_rank_whose_base_is_wrong_gets_full_versions_last_on_the_path(
         fleet.clients[wrong].status()  # the coordinator has handled this node's earlier messages
         for _ in range(times):  # the number of full versions doubles with each wrong base
             with Engine(*fleet.targets):
-                crossing = fleet.trainer.swap("policy", version, timeout=60).crossing
+                crossing = fleet.trainer.swap(policy(), version, timeout=60).crossing
             fleet.check()
             assert 0.6 < crossing.delta_bytes / crossing.bytes < 0.9, "only those of one rank are full"
             fleet.change(0.01, version)
             version += 1
             fleet.source.publish(version)
         with Engine(*fleet.targets):
-            crossing = fleet.trainer.swap("policy", version, timeout=60).crossing
+            crossing = fleet.trainer.swap(policy(), version, timeout=60).crossing
         fleet.check()
         assert crossing.delta_bytes == crossing.bytes
         fleet.change(0.01, version)
@@ -313,7 +314,7 @@ def test_replicas_of_one_node_get_what_crosses_once(nodes: Callable[..., Nodes])
     n0, n1 = nodes(2, workers=(2, 2))
     with n0.connect() as c0, n1.connect() as c1:
         full = shards.whole(0)
-        source = c0.register_source("policy", full)
+        source = c0.register_source(policy(), full)
         targets, held = [], []
         for replica in ("a", "b", "c"):
             for rank in range(2):
@@ -323,13 +324,13 @@ def test_replicas_of_one_node_get_what_crosses_once(nodes: Callable[..., Nodes])
                 if replica == "b":  # this replica flips, so peers copy from an arena that is not live
                     live = c1.allocate({name: (t.shape, t.dtype) for name, t in mine.items()})
                 target = c1.register_target(
-                    "policy", live, replica=replica, rank=rank, world_size=2, metadata=described
+                    policy(), live, replica=replica, rank=rank, world_size=2, metadata=described
                 )
                 assert target.flips == (replica == "b")
                 targets.append(target)
                 held.append((rank, live))
         narrow = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
-        targets.append(c1.register_target("policy", narrow, replica="whole"))
+        targets.append(c1.register_target(policy(), narrow, replica="whole"))
         with Engine(*targets):
             for version in (1, 2, 3):
                 for name, tensor in shards.whole(version).items():
@@ -343,10 +344,10 @@ def test_replicas_of_one_node_get_what_crosses_once(nodes: Callable[..., Nodes])
                 assert shards.equal(narrow, full), version
         (link,) = c0.status().links
         assert link.bytes == whole, "what replicas need, however they are cut, has crossed once"
-        (planned,) = c0.plan("policy").links
+        (planned,) = c0.plan(policy()).links
         assert (planned.source, planned.target, planned.bytes) == ("n0", "n1", link.bytes)
         assert planned.needed_bytes == 3 * split + whole
-        assert c0.verify("policy").outcome == "proven"
+        assert c0.verify(policy()).outcome == "proven"
 
 
 def test_ranks_of_one_node_that_hold_the_same_send_one_copy_between_them(nodes: Callable[..., Nodes]) -> None:
@@ -355,14 +356,14 @@ def test_ranks_of_one_node_that_hold_the_same_send_one_copy_between_them(nodes: 
     n0, n1, n2 = nodes(3)
     with n0.connect() as c0, n1.connect() as c1, n2.connect() as c2:
         held = [{name: torch.zeros(shape) for name, (shape, _) in model.items()} for _ in range(2)]
-        sources = [c0.register_source("policy", full, rank=rank, world_size=2) for rank, full in enumerate(held)]
+        sources = [c0.register_source(policy(), full, rank=rank, world_size=2) for rank, full in enumerate(held)]
         whole = shards.zeros_like(held[0])
         halves = [shards.zeros_like(shards.cut(held[0], rank, 2, model)) for rank in range(2)]
-        targets = [c1.register_target("policy", whole, replica="whole")]
+        targets = [c1.register_target(policy(), whole, replica="whole")]
         for rank, half in enumerate(halves):
             described = shards.describe(half, rank, 2, model)
             targets.append(
-                c2.register_target("policy", half, replica="halves", rank=rank, world_size=2, metadata=described)
+                c2.register_target(policy(), half, replica="halves", rank=rank, world_size=2, metadata=described)
             )
         with Engine(*targets):
             for version in (1, 2):
@@ -370,10 +371,10 @@ def test_ranks_of_one_node_that_hold_the_same_send_one_copy_between_them(nodes: 
                     for number, tensor in enumerate(full.values()):
                         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + version * 7 + number)
                     source.publish(version)
-                assert c0.swap("policy", version, timeout=60).outcome == "committed"
+                assert c0.swap(policy(), version, timeout=60).outcome == "committed"
                 assert shards.equal(whole, held[0])
                 assert all(shards.equal(half, shards.cut(held[0], rank, 2, model)) for rank, half in enumerate(halves))
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in whole.values())
-        planned = {(link.source, link.target): link.bytes for link in c0.plan("policy").links if link.bytes}
+        planned = {(link.source, link.target): link.bytes for link in c0.plan(policy()).links if link.bytes}
         assert planned in ({("n0", "n1"): nbytes, ("n1", "n2"): nbytes}, {("n0", "n2"): nbytes, ("n2", "n1"): nbytes})
-        assert {pair.source for pair in c0.plan("policy").pairs} == {"source rank 0", "source rank 1"}
+        assert {pair.source for pair in c0.plan(policy()).pairs} == {"source rank 0", "source rank 1"}

@@ -15,6 +15,7 @@ import refitd
 from refitd.testing import Daemon, Engine, eventually
 from tests.support.fleet import go_live
 from tests.support.keyed import JOIN_S, Head, Nodes, joined, why_not
+from tests.support.names import policy
 from tests.support.programs import Program, python, refitctl
 
 
@@ -35,12 +36,12 @@ def test_keys_come_and_go_without_a_restart(head: Head, nodes: Nodes) -> None:
         report = json.loads(admitted.stdout)
         assert (report["admitted"], report["removed"]) == (["a", "b"], [])
         assert joined(late) == ["a", "b"]
-        source = trainer.register_source("policy", {"w": torch.ones(8)})
-        here = trainer.register_target("policy", {"w": torch.zeros(8)}, replica="here")
-        there = engine.register_target("policy", {"w": torch.zeros(8)}, replica="there")
+        source = trainer.register_source(policy(), {"w": torch.ones(8)})
+        here = trainer.register_target(policy(), {"w": torch.zeros(8)}, replica="here")
+        there = engine.register_target(policy(), {"w": torch.zeros(8)}, replica="there")
         source.publish(1)
         with Engine(here, there):
-            assert trainer.swap("policy", 1, timeout=30).outcome == "committed"
+            assert trainer.swap(policy(), 1, timeout=30).outcome == "committed"
             head.allow(a)
             assert head.process is not None
             os.kill(head.process.pid, signal.SIGHUP)
@@ -78,17 +79,19 @@ def test_a_standalone_daemon_has_its_coordinator_read_the_keys(
 
 
 TRAINER = """
+from tests.support.names import policy
 import sys, torch, refitd
 client = refitd.connect(sys.argv[1])
-source = client.register_source("policy", {"w": torch.ones(1 << 18)}, rank=0, world_size=1)
+source = client.register_source(policy(), {"w": torch.ones(1 << 18)}, rank=0, world_size=1)
 source.publish(1)
 print("published", flush=True)
 sys.stdin.read()
 """
 ENGINE = """
+from tests.support.names import policy
 import sys, torch, refitd
 client = refitd.connect(sys.argv[1])
-target = client.register_target("policy", {"w": torch.zeros(1 << 18)}, replica="a")
+target = client.register_target(policy(), {"w": torch.zeros(1 << 18)}, replica="a")
 while target.poll() is None: pass
 print("serves", flush=True)
 sys.stdin.read()
@@ -100,20 +103,20 @@ def test_forget_frees_what_dead_processes_have_left_and_nothing_else(daemon: Dae
     with daemon.connect() as client, Program(python(daemon, TRAINER)) as trainer:
         assert trainer.line() == "published"
         with Program(python(daemon, ENGINE)) as engine:
-            client.swap("policy", 1, wait=60, timeout=60)
+            client.swap(policy(), 1, wait=60, timeout=60)
             assert engine.line() == "serves"
         eventually(lambda: client.status().models[0].targets == (), "the engine is gone")
         kept = daemon.node().arenas
-        living = refitctl(daemon, "forget", "policy", "--json")
+        living = refitctl(daemon, "forget", policy(), "--json")
         assert json.loads(living.stdout)["sources"] == []  # its trainer is alive
         eventually(lambda: daemon.node().arenas == kept - 1, "what was kept of the engine is freed")
         trainer.kill()
         eventually(lambda: not client.status().models[0].sources[0].attached, "the trainer is gone")
-        (forgotten,) = client.forget("policy").sources
+        (forgotten,) = client.forget(policy()).sources
         assert "source rank 0" in forgotten
         eventually(lambda: daemon.node().arenas == 0 and client.status().models == (), "nothing is left")
-        assert client.history("policy").swaps[0].version == 1
-        assert client.forget("policy").sources == ()  # the history still has the model; no registration is left
+        assert client.history(policy()).swaps[0].version == 1
+        assert client.forget(policy()).sources == ()  # the history still has the model; no registration is left
         with pytest.raises(refitd.RefusedError, match="no model 'polcy' is known; known models: policy"):
             client.forget("polcy")
         assert not client.reload().uses_keys

@@ -15,6 +15,7 @@ import refitd
 from refitd import MXFP8Buffer, MXFP8Offer, ParameterMetadata, Tile
 from refitd.testing import Cluster, Daemon, Engine, eventually
 from tests.support.cuts import in_cuts, offered_in_cuts
+from tests.support.names import named
 from tests.support.shards import meta
 
 UNIT = "experts.linear_fc1.weight0"
@@ -76,11 +77,11 @@ def test_replicas_that_have_drifted_apart_are_told_of_when_lent_too(daemon: Daem
         for each in tensors:
             each["norm"].fill_(1.0)
         tensors[1]["norm"][4] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
-        sources = [trainer.register_source("m", tensors[r], rank=r, world_size=2) for r in range(2)]
-        engine.register_target("m", {"norm": torch.zeros(5)}, replica="r")
+        sources = [trainer.register_source(named("m"), tensors[r], rank=r, world_size=2) for r in range(2)]
+        engine.register_target(named("m"), {"norm": torch.zeros(5)}, replica="r")
         leases = [source.lend(1) for source in sources]
         with pytest.raises(refitd.SwapFailed, match=r"norm: source rank 0 .* and source rank 1 .*drifted apart"):
-            trainer.swap("m", 1, timeout=60)
+            trainer.swap(named("m"), 1, timeout=60)
         for lease in leases:
             lease.withdraw()
 
@@ -91,13 +92,13 @@ def test_a_rank_whose_replica_is_read_instead_is_told_that_the_swap_has_read(dae
         held = [trainer.allocate({"w": ((5,), torch.float32)}) for _ in range(3)]
         for each in held:
             each["w"].fill_(1.0)
-        sources = [trainer.register_source("m", held[rank], rank=rank, world_size=3) for rank in range(3)]
-        target = engine.register_target("m", live := {"w": torch.zeros(5)}, replica="r")
+        sources = [trainer.register_source(named("m"), held[rank], rank=rank, world_size=3) for rank in range(3)]
+        target = engine.register_target(named("m"), live := {"w": torch.zeros(5)}, replica="r")
         with Engine(target), ThreadPoolExecutor() as pool:
             for version in (1, 2):
                 if lends == "lend":
                     leases = [source.lend(version) for source in sources]
-                    assert trainer.swap("m", version, timeout=60).outcome == "committed"
+                    assert trainer.swap(named("m"), version, timeout=60).outcome == "committed"
                     for lease in leases:
                         lease.wait(30)
                     continue
@@ -105,7 +106,7 @@ def test_a_rank_whose_replica_is_read_instead_is_told_that_the_swap_has_read(dae
                 eventually(
                     lambda v=version: all(v in one.versions for one in engine.status().models[0].sources), "lent"
                 )
-                assert trainer.swap("m", version, timeout=60).outcome == "committed"
+                assert trainer.swap(named("m"), version, timeout=60).outcome == "committed"
                 assert [each.result(30) for each in done] == [None] * 3
         assert torch.equal(live["w"], torch.ones(5))
 
@@ -114,11 +115,11 @@ def test_the_check_can_be_switched_off(start_daemon: Callable[..., Daemon]) -> N
     daemon = start_daemon("[models.m]\ncheck_replicas = false\n")
     with daemon.connect() as trainer, daemon.connect() as engine:
         for rank in range(2):
-            source = trainer.register_source("m", {"w": torch.full((5,), rank + 1.0)}, rank=rank, world_size=2)
+            source = trainer.register_source(named("m"), {"w": torch.full((5,), rank + 1.0)}, rank=rank, world_size=2)
             source.publish(1)
-        target = engine.register_target("m", live := {"w": torch.zeros(5)}, replica="r")
+        target = engine.register_target(named("m"), live := {"w": torch.zeros(5)}, replica="r")
         with Engine(target):
-            assert trainer.swap("m", 1, timeout=60).outcome == "committed"
+            assert trainer.swap(named("m"), 1, timeout=60).outcome == "committed"
         assert float(live["w"][0]) in (1.0, 2.0)
 
 
@@ -126,10 +127,10 @@ def test_what_no_target_wants_may_differ(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         for rank in range(2):
             held = {"w": torch.ones(5), "steps_here": torch.tensor([rank])}
-            trainer.register_source("m", held, rank=rank, world_size=2).publish(1)
-        target = engine.register_target("m", live := {"w": torch.zeros(5)}, replica="r")
+            trainer.register_source(named("m"), held, rank=rank, world_size=2).publish(1)
+        target = engine.register_target(named("m"), live := {"w": torch.zeros(5)}, replica="r")
         with Engine(target):
-            assert trainer.swap("m", 1, timeout=60).outcome == "committed"
+            assert trainer.swap(named("m"), 1, timeout=60).outcome == "committed"
         assert torch.equal(live["w"], torch.ones(5))
 
 
@@ -205,19 +206,19 @@ def test_sources_in_different_cuts_on_several_nodes_are_compared() -> None:
         cluster.daemons["n0"].connect() as here,
         cluster.daemons["n1"].connect() as there,
     ):
-        offered = [offered_in_cuts((here, there)[rank % 2], "m", held, "copied", [rank])[0] for rank in range(5)]
-        target = there.register_target("m", live := {"w": torch.zeros_like(whole)}, replica="r")
+        offered = [offered_in_cuts((here, there)[rank % 2], named("m"), held, "copied", [rank])[0] for rank in range(5)]
+        target = there.register_target(named("m"), live := {"w": torch.zeros_like(whole)}, replica="r")
         with Engine(target):
             for version, rank in enumerate((0, 2, 3), start=1):
                 offered[rank][1][0, -1] += 64
                 for source, _ in offered:
                     source.publish(version)
                 with pytest.raises(refitd.SwapFailed, match=f"w: .*source rank {rank} .*hold different values"):
-                    here.swap("m", version, timeout=60)
+                    here.swap(named("m"), version, timeout=60)
                 offered[rank][1][0, -1] -= 64
             for source, _ in offered:
                 source.publish(9)
-            assert here.swap("m", 9, timeout=60).outcome == "committed"
+            assert here.swap(named("m"), 9, timeout=60).outcome == "committed"
         assert torch.equal(live["w"], whole)
 
 
@@ -420,18 +421,18 @@ def test_ranks_that_are_not_read_do_not_end_a_swap_by_publishing_on(start_daemon
     daemon = start_daemon("[models.m]\nauto_swap = true\n")
     with daemon.connect() as trainer, daemon.connect() as engine:
         held = [{"w": torch.zeros(1 << 18)} for _ in range(3)]
-        sources = [trainer.register_source("m", held[r], rank=r, world_size=3) for r in range(3)]
-        target = engine.register_target("m", live := {"w": torch.zeros(1 << 18)}, replica="r")
+        sources = [trainer.register_source(named("m"), held[r], rank=r, world_size=3) for r in range(3)]
+        target = engine.register_target(named("m"), live := {"w": torch.zeros(1 << 18)}, replica="r")
         with Engine(target):
             for version in range(1, 60):
                 for source, tensors in zip(sources, held, strict=True):
                     tensors["w"].fill_(version)
                     source.publish(version)
             target.wait(59, 60)
-        reads = {pair.source for pair in engine.plan("m").pairs}
+        reads = {pair.source for pair in engine.plan(named("m")).pairs}
         assert len(reads) == 1
         # the rank that swaps read may be too fast for a busy machine, and so may any rank before the first comparison
         too_fast = (next(iter(reads)), "comparing the sources")
-        for swap in engine.history("m", 200).swaps:
+        for swap in engine.history(named("m"), 200).swaps:
             assert swap.state == "committed" or any(who in swap.reason for who in too_fast), swap
         assert live["w"].unique().tolist() == [59.0]

@@ -17,6 +17,7 @@ import refitd
 from refitd import ParameterMetadata, Tile
 from refitd.testing import Daemon, Engine, eventually, stopped
 from tests.support import mxfp8_replicas, shards
+from tests.support.names import named, policy
 from tests.support.programs import Program, python, refitctl
 from tests.support.shards import meta
 
@@ -36,9 +37,9 @@ class Replica:
         flips: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         cast_from: str | None = None,
-        model: str = "policy",
+        model: str = "",
     ) -> None:
-        self.world, self.dtype = world, dtype
+        self.world, self.dtype, model = world, dtype, model or policy()
         self.live: list[Live] = []
         self.targets: list[refitd.Target] = []
         for rank in range(world):
@@ -86,11 +87,11 @@ def test_joining_replicas_are_given_what_others_serve(nodes: Callable[..., Nodes
     n0, n1 = nodes(2)
     with n0.connect() as c0, n1.connect() as c1, n0.connect("looks") as looks:
         given = shards.whole(0)
-        source = c0.register_source("policy", given)
+        source = c0.register_source(policy(), given)
         a = Replica(c1, "a", 2)
         with Engine(*a.targets):
             publish(source, given, 1)
-            c0.swap("policy", 1, timeout=60)
+            c0.swap(policy(), 1, timeout=60)
         # joining on the seed's node: no bytes go over the network, and only that node takes part
         caught_up(looks, Replica(c1, "b", 4), seeds={"a"})
         assert {source.node for source in last(looks).sources} == {"n1"}
@@ -100,8 +101,8 @@ def test_joining_replicas_are_given_what_others_serve(nodes: Callable[..., Nodes
         source.close()
         # over the cable; the trainer has ended, and its slots had dropped version 1
         caught_up(looks, Replica(c0, "c", flips=True), seeds={"a", "b"})
-        assert looks.verify("policy").outcome == "proven"
-        told = refitctl(n0, "history", "policy")
+        assert looks.verify(policy()).outcome == "proven"
+        told = refitctl(n0, "history", policy())
         assert "catch-up from a, b" in " ".join(told.stdout.split()), told.stdout
 
 
@@ -195,12 +196,12 @@ def test_a_seed_that_dies_is_replaced_by_another(nodes: Callable[..., Nodes], fo
     near = n1 if where == "near" else n0
     with n0.connect() as c0, n1.connect() as c1, n0.connect("looks") as looks:
         given = shards.whole(0)
-        source = c0.register_source("policy", given)
+        source = c0.register_source(policy(), given)
         other = Replica(c0, "other")
         with Program(python(near, ENGINE, "dies", form)) as engine, Engine(*other.targets):
             assert engine.line() == "ready"
             publish(source, given, 1)
-            c0.swap("policy", 1, timeout=60)
+            c0.swap(policy(), 1, timeout=60)
             source.close()
             (workers,) = [n.workers for n in looks.status().nodes if n.pid == near.pid]
             with stopped(workers):
@@ -209,9 +210,9 @@ def test_a_seed_that_dies_is_replaced_by_another(nodes: Callable[..., Nodes], fo
                 phase = "stage" if where == "near" else "plan"
                 eventually(lambda: (s := looks.status().models[0].swap) is not None and s.phase == phase, phase)
                 engine.kill()
-                eventually(lambda: looks.history("policy", 1).swaps[0].state == "aborted", "it was the seed")
+                eventually(lambda: looks.history(policy(), 1).swaps[0].state == "aborted", "it was the seed")
             caught_up(looks, joins, late, seeds={"other"})
-            assert "dies rank 0" in looks.history("policy", 2).swaps[1].reason
+            assert "dies rank 0" in looks.history(policy(), 2).swaps[1].reason
 
 
 @pytest.mark.slow
@@ -219,12 +220,12 @@ def test_a_seed_whose_node_dies_is_replaced_by_another(nodes: Callable[..., Node
     n0, n1, n2 = nodes(3)
     with n0.connect() as c0, n2.connect() as c2, n0.connect("looks") as looks:
         given = shards.whole(0)
-        source = c0.register_source("policy", given)
+        source = c0.register_source(policy(), given)
         c1 = n1.connect()
         dies, other = Replica(c1, "dies"), Replica(c2, "other")
         with Engine(*dies.targets, *other.targets):
             publish(source, given, 1)
-            c0.swap("policy", 1, timeout=60)
+            c0.swap(policy(), 1, timeout=60)
         source.close()
         (workers,) = [n.workers for n in looks.status().nodes if n.pid == n1.pid]
         with stopped(workers):
@@ -342,15 +343,15 @@ def test_what_was_converted_seeds_nobody_and_what_arrived_converted_does(daemon:
         a = mxfp8_replicas.Replica(clients, "a", 2, convert_on_send=on_send)
         with Engine(*a.targets):
             full = sources.publish(1)
-            client.swap("m", 1, timeout=60)
+            client.swap(named("m"), 1, timeout=60)
         b = mxfp8_replicas.Replica(clients, "b", 1, convert_on_send=on_send)
-        assert seeded(client, "m", *b.targets) == (("a",) if on_send else ())
+        assert seeded(client, named("m"), *b.targets) == (("a",) if on_send else ())
         b.assert_holds(full)
         if on_send:
             c = mxfp8_replicas.Replica(clients, "c", 1, swizzled=True, convert_on_send=True)
-            assert set(seeded(client, "m", *c.targets)) <= {"a", "b"}
+            assert set(seeded(client, named("m"), *c.targets)) <= {"a", "b"}
             c.assert_holds(full)
-        assert client.verify("m").outcome == "proven"
+        assert client.verify(named("m")).outcome == "proven"
 
 
 class Kept(nn.Module):

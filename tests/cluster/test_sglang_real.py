@@ -29,6 +29,7 @@ from refitd.adapters import sglang
 from refitd.testing import Daemon, RunningSwap
 
 pytestmark = [
+    pytest.mark.own_daemon,
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
 ]

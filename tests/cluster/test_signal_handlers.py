@@ -61,10 +61,11 @@ def test_client_calls_in_a_signal_handler_end(daemon: Daemon) -> None:
 
 
 INTERRUPTED = """
+from tests.support.names import policy
 import os, signal, sys, torch, refitd
 client = refitd.connect(sys.argv[1], name="interrupted")
 weights = {"w": torch.zeros(64, 64)}
-source = client.register_source("policy", weights)
+source = client.register_source(policy(), weights)
 said = []
 def handler(signum, frame):
     for call in (target.poll, lambda: target.wait(1, timeout=5), client.status):
@@ -78,10 +79,10 @@ def hook(tensor):
     os.kill(os.getpid(), signal.SIGUSR1)
 live = {"w": torch.zeros(64, 64)}
 derived = {"d": refitd.Derived(torch.zeros(1), sources=("w",), refresh=hook)}
-target = client.register_target("policy", live, replica="a", derived=derived)
+target = client.register_target(policy(), live, replica="a", derived=derived)
 source.publish(1)
 import threading
-swap = threading.Thread(target=lambda: client.swap("policy", timeout=60))
+swap = threading.Thread(target=lambda: client.swap(policy(), timeout=60))
 swap.start()
 assert target.wait(1, timeout=60) == 1
 swap.join()
@@ -96,9 +97,10 @@ def test_a_handler_that_would_wait_for_the_commit_it_interrupts_is_refused(daemo
 
 
 TERMINATED = """
+from tests.support.names import policy
 import signal, sys, torch, refitd
 client = refitd.connect(sys.argv[1], name="terminated")
-target = client.register_target("policy", {"w": torch.zeros(64, 64)}, replica="a")
+target = client.register_target(policy(), {"w": torch.zeros(64, 64)}, replica="a")
 def handler(signum, frame):
     client.close()
     client.close()

@@ -23,6 +23,7 @@ from refitd.copy_services.peers import MailboxStore, Peers
 from refitd.copy_services.waits import Deadline
 from refitd.errors import DeadlineExceeded
 from refitd.testing import Daemon, Engine
+from tests.support.names import policy
 from tests.support.programs import ended
 from tests.support.proxy import Proxies
 
@@ -120,16 +121,16 @@ def swapped(nodes: Callable[..., Nodes], mode: str, rounds: int) -> list[str]:
     failures = []
     with n0.connect() as trainer, attack(mode):
         full = {"w": torch.zeros(300, 1000)}
-        source = trainer.register_source("policy", full)
+        source = trainer.register_source(policy(), full)
         for version in range(1, rounds + 1):
             with n1.connect() as client:  # a new registration: a new plan and a new epoch
                 mine = {"w": torch.zeros(300, 1000)}
-                target = client.register_target("policy", mine, replica=f"r{version}")
+                target = client.register_target(policy(), mine, replica=f"r{version}")
                 full["w"].fill_(version)
                 source.publish(version)
                 with Engine(target):
                     try:
-                        assert trainer.swap("policy", version, timeout=60).outcome == "committed"
+                        assert trainer.swap(policy(), version, timeout=60).outcome == "committed"
                     except refitd.RefitFailed as exc:
                         failures.append(str(exc))
                     else:
@@ -160,19 +161,19 @@ def test_what_somebody_alters_between_two_nodes_never_goes_live(
     )
     with n0.connect() as trainer, n1.connect() as client:
         full, mine = {"w": torch.zeros(3000, 1000)}, {"w": torch.zeros(3000, 1000)}
-        source = trainer.register_source("policy", full)
-        with Engine(client.register_target("policy", mine, replica="far")):
+        source = trainer.register_source(policy(), full)
+        with Engine(client.register_target(policy(), mine, replica="far")):
             for version, meddles in ((1, ""), (2, how), (3, "")):
                 meddle(meddles)
                 full["w"].copy_(torch.randn(3000, 1000))
                 before = mine["w"].clone()
                 source.publish(version)
                 if not meddles:
-                    assert trainer.swap("policy", version, timeout=60).outcome == "committed"
+                    assert trainer.swap(policy(), version, timeout=60).outcome == "committed"
                     assert torch.equal(mine["w"], full["w"])
                     continue
                 with pytest.raises(refitd.RefitFailed, match="worker 0 on node n1") as caught:
-                    trainer.swap("policy", version, timeout=60)
+                    trainer.swap(policy(), version, timeout=60)
                 assert "worker 0 on node n0" in str(caught.value)
                 assert torch.equal(mine["w"], before), "the old version serves"
 

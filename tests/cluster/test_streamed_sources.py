@@ -11,6 +11,7 @@ import refitd
 from refitd.adapters.trl import RefitdWeightTransfer
 from refitd.testing import Daemon, Engine
 from tests.support import shards
+from tests.support.names import policy
 
 SHAPES = {"a": ((5, 3), torch.float32), "b": ((4,), torch.bfloat16), "none": ((0, 2), torch.float32)}
 
@@ -27,12 +28,12 @@ def temporaries(version: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 def test_what_an_iterator_yields_is_what_engines_get(daemon: Daemon) -> None:
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
-        source = trainer.declare_source("policy", SHAPES)
+        source = trainer.declare_source(policy(), SHAPES)
         mine = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
-        with Engine(engine.register_target("policy", mine, replica="a")):
+        with Engine(engine.register_target(policy(), mine, replica="a")):
             for version in range(source.next_version, source.next_version + 3):
                 source.publish_from(version, temporaries(version))
-                assert trainer.swap("policy", version, timeout=60).outcome == "committed"
+                assert trainer.swap(policy(), version, timeout=60).outcome == "committed"
                 for name, tensor in values(version).items():
                     assert torch.equal(mine[name], tensor), name
         source.close()
@@ -49,14 +50,14 @@ def test_ranks_stream_their_shards(daemon: Daemon) -> None:
             mine = shards.cut(full, rank, 2)
             shapes = {name: (tuple(t.shape), t.dtype) for name, t in mine.items()}
             described = shards.describe(mine, rank, 2)
-            source = trainer.declare_source("policy", shapes, rank=rank, world_size=2, metadata=described)
+            source = trainer.declare_source(policy(), shapes, rank=rank, world_size=2, metadata=described)
             sources.append((source, mine))
         held = shards.zeros_like(full)
-        target = engine.register_target("policy", held, replica="a", metadata=shards.describe(held, 0, 1))
+        target = engine.register_target(policy(), held, replica="a", metadata=shards.describe(held, 0, 1))
         for source, mine in sources:
             source.publish_from(1, mine.items())
         with Engine(target):
-            trainer.swap("policy", 1, timeout=60)
+            trainer.swap(policy(), 1, timeout=60)
         for name, tensor in full.items():
             assert torch.equal(held[name], tensor)
 
@@ -82,7 +83,7 @@ BAD: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 
 def test_a_stream_that_is_wrong_publishes_nothing(daemon: Daemon) -> None:
     with daemon.connect("trainer") as trainer:
-        source = trainer.declare_source("policy", SHAPES, slots=1)
+        source = trainer.declare_source(policy(), SHAPES, slots=1)
         for bad, says in BAD.values():
             with pytest.raises((refitd.RefusedError, RuntimeError), match=says):
                 source.publish_from(1, bad(values(1)))
@@ -99,12 +100,12 @@ def test_a_stream_that_is_wrong_publishes_nothing(daemon: Daemon) -> None:
 
 def test_trls_protocol_makes_what_it_streams_live(daemon: Daemon) -> None:
     """Without servers to drive, and with engines that commit by themselves; scripts/try-engines has servers."""
-    transfer = RefitdWeightTransfer(directory=str(daemon.directory), timeout=60.0)
+    transfer = RefitdWeightTransfer(model=policy(), directory=str(daemon.directory), timeout=60.0)
     with pytest.raises(refitd.RefusedError, match="has not been called"):
         transfer.send_weights(iter([]))
     transfer.init_weight_transfer()
     mine = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
-    with daemon.connect("engine") as engine, Engine(engine.register_target("policy", mine, replica="a")):
+    with daemon.connect("engine") as engine, Engine(engine.register_target(policy(), mine, replica="a")):
         for version in (1, 2):
             transfer.pause()
             transfer.send_weights(iter([*values(version).items()]))

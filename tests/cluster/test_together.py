@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +14,8 @@ import refitd
 from refitd.testing import Daemon, Engine
 from refitd_cli.control import main
 from tests.support.controls import controlled
+from tests.support.names import named, policy
+from tests.support.passed_on import Start
 
 
 class Pair:
@@ -22,12 +23,12 @@ class Pair:
 
     def __init__(self, daemon: Daemon, **hooks: Any) -> None:
         self.trainer, self.engine = daemon.connect(), daemon.connect()
-        self.given = {name: {"w": torch.zeros(32, 8)} for name in ("policy", "draft")}
+        self.given = {name: {"w": torch.zeros(32, 8)} for name in (policy(), named("draft"))}
         self.live = {name: {"w": torch.zeros(32, 8)} for name in self.given}
         self.sources = {name: self.trainer.register_source(name, given) for name, given in self.given.items()}
         self.targets = {
             name: controlled(self.engine, name, live, replica="a", **hooks)
-            if hooks and name == "draft"
+            if hooks and name == named("draft")
             else self.engine.register_target(name, live, replica="a")
             for name, live in self.live.items()
         }
@@ -41,64 +42,66 @@ class Pair:
         return {name: float(live["w"].unique()) for name, live in self.live.items()}
 
 
-def test_two_models_are_decided_together(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon()
+def test_two_models_are_decided_together(daemons: Start) -> None:
+    daemon = daemons()[0]
     pair = Pair(daemon)
     pair.publish(1)
     with Engine(*pair.targets.values()):
-        reports = pair.trainer.swap_together({"policy": 1, "draft": None}, timeout=30)
+        reports = pair.trainer.swap_together({policy(): 1, named("draft"): None}, timeout=30)
         assert {name: (r.outcome, r.version) for name, r in reports.items()} == {
-            "policy": ("committed", 1),
-            "draft": ("committed", 1),
+            policy(): ("committed", 1),
+            named("draft"): ("committed", 1),
         }
-        assert pair.values() == {"policy": 1.0, "draft": 1.0}
+        assert pair.values() == {policy(): 1.0, named("draft"): 1.0}
         pair.publish(2)
-        args = ["swap", "policy", "--with", "draft:2", "--json", "--address", str(daemon.directory)]
+        args = ["swap", policy(), "--with", f"{named('draft')}:2", "--json", "--address", str(daemon.directory)]
         result = CliRunner().invoke(main, args)
         assert result.exit_code == 0, result.output
         assert [m["version"] for m in json.loads(result.stdout)["models"]] == [2, 2]
     with pytest.raises(refitd.RefusedError, match="no model 'other'"):
-        pair.trainer.swap_together({"policy": 2, "other": None})
+        pair.trainer.swap_together({policy(): 2, "other": None})
     with pytest.raises(refitd.RefusedError, match="name 1 to"):
         pair.trainer.swap_together({})
 
 
-def test_one_that_aborts_takes_the_others_with_it(start_daemon: Callable[..., Daemon]) -> None:
+def test_one_that_aborts_takes_the_others_with_it(daemons: Start) -> None:
     def refuse(version: int) -> None:
         raise RuntimeError("not now")
 
-    pair = Pair(start_daemon(), pause=refuse)
+    pair = Pair(daemons()[0], pause=refuse)
     pair.publish(1)
-    with Engine(pair.targets["policy"]), pytest.raises(refitd.SwapFailed) as raised:
-        pair.trainer.swap_together({"policy": 1, "draft": 1}, timeout=30)
+    with Engine(pair.targets[policy()]), pytest.raises(refitd.SwapFailed) as raised:
+        pair.trainer.swap_together({policy(): 1, named("draft"): 1}, timeout=30)
     assert [report.outcome for report in raised.value.together] == ["aborted", "aborted"]
-    assert "together with model 'draft'" in str(raised.value) and "not now" in str(raised.value)
-    assert pair.values() == {"policy": 0.0, "draft": 0.0} and pair.targets["policy"].version is None
-    (entry,) = pair.trainer.history("policy").swaps
+    assert f"together with model '{named('draft')}'" in str(raised.value) and "not now" in str(raised.value)
+    assert pair.values() == {policy(): 0.0, named("draft"): 0.0} and pair.targets[policy()].version is None
+    (entry,) = pair.trainer.history(policy()).swaps
     assert entry.state == "aborted"
-    with Engine(pair.targets["policy"]):  # without the other model it may go live
-        assert pair.trainer.swap("policy", 1, timeout=30).outcome == "committed"
+    with Engine(pair.targets[policy()]):  # without the other model it may go live
+        assert pair.trainer.swap(policy(), 1, timeout=30).outcome == "committed"
 
 
-def test_a_model_whose_engine_sleeps_takes_part_in_no_joint_swap(start_daemon: Callable[..., Daemon]) -> None:
-    pair = Pair(start_daemon())
+def test_a_model_whose_engine_sleeps_takes_part_in_no_joint_swap(daemons: Start) -> None:
+    pair = Pair(daemons()[0])
     for version in (1, 2):
         pair.publish(version)
-        both = {"policy": version, "draft": version}
+        both = {policy(): version, named("draft"): version}
         with Engine(*pair.targets.values()):
             if version == 2:
-                pair.targets["draft"].suspend()
+                pair.targets[named("draft")].suspend()
                 with pytest.raises(refitd.RefusedError, match="suspended"):
                     pair.trainer.swap_together(both, timeout=30)
-                assert pair.values() == {"policy": 1.0, "draft": 1.0} and pair.targets["draft"].resume() == 1
+                assert (
+                    pair.values() == {policy(): 1.0, named("draft"): 1.0} and pair.targets[named("draft")].resume() == 1
+                )
             pair.trainer.swap_together(both, timeout=30)
-        assert pair.values() == {"policy": float(version), "draft": float(version)}
+        assert pair.values() == {policy(): float(version), named("draft"): float(version)}
 
 
 def test_an_event_loop_runs_on_while_versions_are_published_swapped_and_awaited(
-    start_daemon: Callable[..., Daemon],
+    daemons: Start,
 ) -> None:
-    pair = Pair(start_daemon())
+    pair = Pair(daemons()[0])
 
     async def work() -> int:
         ticks = 0
@@ -113,10 +116,10 @@ def test_an_event_loop_runs_on_while_versions_are_published_swapped_and_awaited(
         for source in pair.sources.values():
             await source.publish_async(1)
         waiting = [asyncio.create_task(target.wait_async(1, timeout=30)) for target in pair.targets.values()]
-        await pair.trainer.swap_together_async({"policy": 1, "draft": 1}, timeout=30)
+        await pair.trainer.swap_together_async({policy(): 1, named("draft"): 1}, timeout=30)
         assert await asyncio.gather(*waiting) == [1, 1]
         with pytest.raises(refitd.DeadlineExceeded):
-            await pair.targets["policy"].wait_async(2, timeout=0.1)
+            await pair.targets[policy()].wait_async(2, timeout=0.1)
         ticking.cancel()
         return ticks
 

@@ -12,6 +12,7 @@ import refitd
 from refitd.testing import Daemon, Engine
 from refitd.tracing.loader import check_layout
 from tests.support.fleet import go_live
+from tests.support.names import policy
 
 HEADS, HEAD, HIDDEN, VOCABULARY, EXPERTS = 4, 8, 16, 13, 3
 SHAPES = {
@@ -58,8 +59,8 @@ def fused(rank: int, world: int) -> tuple[dict[str, torch.Tensor], Callable[[Wei
 def test_every_rank_gets_what_its_loader_gives(daemon: Daemon, world: int) -> None:
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         full = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-        source = trainer.register_source("policy", full)
-        offered = engine.tensors("policy")
+        source = trainer.register_source(policy(), full)
+        offered = engine.tensors(policy())
         assert offered == {name: (shape, torch.float32) for name, shape in SHAPES.items()}
         ranks, targets = [], []
         for rank in range(world):
@@ -70,7 +71,7 @@ def test_every_rank_gets_what_its_loader_gives(daemon: Daemon, world: int) -> No
             check_layout(trace, held, full.items())
             metadata = [*trace.metadata.values()]
             targets.append(
-                engine.register_target("policy", held, replica="a", rank=rank, world_size=world, metadata=metadata)
+                engine.register_target(policy(), held, replica="a", rank=rank, world_size=world, metadata=metadata)
             )
             ranks.append(held)
         with Engine(*targets):
@@ -83,22 +84,22 @@ def test_every_rank_gets_what_its_loader_gives(daemon: Daemon, world: int) -> No
                     load(full.items())
                     for name, tensor in held.items():
                         assert torch.equal(tensor, native[name]), (version, rank, name)
-        assert trainer.verify("policy").outcome == "proven"
+        assert trainer.verify(policy()).outcome == "proven"
 
 
 def test_a_swap_waits_for_ranks_that_have_yet_to_register_and_publish(daemon: Daemon) -> None:
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         with pytest.raises(refitd.DeadlineExceeded, match=r"no tensors are offered after 2\.0 s"):
-            engine.tensors("policy", timeout=2.0)
+            engine.tensors(policy(), timeout=2.0)
         mine = {"w": torch.zeros(4, 4)}
         done: list[refitd.SwapReport] = []
-        swap = threading.Thread(target=lambda: done.append(trainer.swap("policy", 1, wait=60, timeout=60)))
+        swap = threading.Thread(target=lambda: done.append(trainer.swap(policy(), 1, wait=60, timeout=60)))
         swap.start()
-        source = trainer.register_source("policy", {"w": torch.ones(4, 4)})
-        target = engine.register_target("policy", mine, replica="a")
+        source = trainer.register_source(policy(), {"w": torch.ones(4, 4)})
+        target = engine.register_target(policy(), mine, replica="a")
         source.publish(1)
         assert target.wait(1) == 1
         swap.join()
         assert done[0].outcome == "committed" and torch.equal(mine["w"], torch.ones(4, 4))
         with pytest.raises(refitd.RefusedError, match="version 9 is not held"):
-            trainer.swap("policy", 9, wait=0.5)
+            trainer.swap(policy(), 9, wait=0.5)

@@ -14,6 +14,7 @@ import refitd
 from refitd.testing import Daemon, Engine
 from tests.support.controls import controlled
 from tests.support.fleet import go_live
+from tests.support.names import policy
 from tests.support.otlp import collecting
 from tests.support.otlp import spans as spans_of
 from tests.support.programs import refitctl
@@ -42,16 +43,16 @@ def test_a_trace_has_every_process_and_its_clocks_agree(
     first, second = nodes(2)
     file = tmp_path / "swap.json"
     with first.connect("trainer") as trainer, first.connect("near") as near, second.connect("far") as far:
-        source = trainer.register_source("policy", {"w": torch.ones(1_000_000)})
-        controlled(near, "policy", {"w": torch.zeros(1_000_000)}, replica="a")
-        b = far.register_target("policy", {"w": torch.zeros(1_000_000)}, replica="b")
+        source = trainer.register_source(policy(), {"w": torch.ones(1_000_000)})
+        controlled(near, policy(), {"w": torch.zeros(1_000_000)}, replica="a")
+        b = far.register_target(policy(), {"w": torch.zeros(1_000_000)}, replica="b")
         ids = []
         with Engine(b):
             for version in (1, 2):
                 source.publish(version)
-                ids.append(trainer.swap("policy", timeout=30).swap)
+                ids.append(trainer.swap(policy(), timeout=30).swap)
         with collecting() as collector:
-            said = refitctl(second, "trace", "policy", "--swap", ids[0], "-o", str(file), "--otlp", collector.url)
+            said = refitctl(second, "trace", policy(), "--swap", ids[0], "-o", str(file), "--otlp", collector.url)
         assert said.returncode == 0 and "clocks agree within" in said.stdout, said.stderr
     made = json.loads(file.read_text())
     assert made["otherData"]["swap"] == ids[0] and made["otherData"]["missing"] == []

@@ -15,6 +15,8 @@ import refitd
 from refitd.adapters.trl import RefitdWeightTransfer
 from refitd.testing import Daemon
 
+pytestmark = pytest.mark.own_daemon
+
 COMMIT = ["start_weight_update", "update_weights", "finish_weight_update"]
 
 

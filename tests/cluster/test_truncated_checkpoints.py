@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from refitd.checkpoints.safetensors import INDEX, WHOLE
 from refitd.testing import Daemon, Engine
 from tests.support import programs
+from tests.support.names import policy
 
 ROWS = {"a": 10 << 20, "b": 1 << 20}  # of float32: 3 calls of progress, and 1
 TURNS = 10
@@ -22,6 +23,7 @@ TURNS = 10
 # Publishes a folder repeatedly. Most times it reports once that it is in the middle of a tensor, and waits for an
 # answer.
 PUBLISHER = """
+from tests.support.names import policy
 import sys, refitd
 address, folder, turns = sys.argv[1], sys.argv[2], int(sys.argv[3])
 for turn in range(turns):
@@ -34,7 +36,7 @@ for turn in range(turns):
             sys.stdin.readline()
     try:
         with refitd.connect(address) as client:
-            said = f"published {refitd.publish_checkpoint(client, 'policy', folder, on_progress=progress).version}"
+            said = f"published {refitd.publish_checkpoint(client, policy(), folder, on_progress=progress).version}"
     except refitd.CheckpointError as exc:
         said = f"refused {exc}"
     print(said, flush=True)
@@ -99,6 +101,6 @@ def check(daemon: Daemon, version: int) -> None:
     """Check that the version has the tensors of one checkpoint."""
     with daemon.connect() as client:
         live = {name: torch.zeros(rows) for name, rows in ROWS.items()}
-        with Engine(client.register_target("policy", live, replica="a")):
-            assert client.swap("policy", version).version == version
+        with Engine(client.register_target(policy(), live, replica="a")):
+            assert client.swap(policy(), version).version == version
         assert {value for tensor in live.values() for value in tensor.unique().tolist()} in ({1.0}, {2.0})

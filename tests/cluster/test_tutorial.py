@@ -17,7 +17,7 @@ from tests.support.programs import ended, refitctl
 
 TEXT = (Path(__file__).parents[2] / "docs/tutorial.md").read_text()
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]  # `scripts/docs` runs it
+pytestmark = [pytest.mark.own_daemon, pytest.mark.slow, pytest.mark.timeout(90)]  # `scripts/docs` runs it
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support import shards
 from tests.support.controls import controlled
 from tests.support.fleet import go_live
+from tests.support.names import named, policy
 from tests.support.programs import Program, python, refitctl
 
 NAME, DIM = "layers.0.fc1.weight", 48
@@ -37,10 +38,10 @@ class Fleet:
         self.daemon = daemon
         self.trainer, self.engine = daemon.connect("trainer"), daemon.connect("engine")
         self.tensors = whole()
-        self.source = self.trainer.register_source("policy", self.tensors)
+        self.source = self.trainer.register_source(policy(), self.tensors)
         self.live = self.empty(way, self.engine)
         # by copy: the staging arena then still has the staged version, and verify finds the very elements that differ
-        self.target = self.engine.register_target("policy", self.live, replica="a", mode="copy")
+        self.target = self.engine.register_target(policy(), self.live, replica="a", mode="copy")
         self.swap(1)
 
     def empty(self, way: str, client: Client) -> dict[str, torch.Tensor]:
@@ -61,10 +62,10 @@ class Fleet:
     def swap(self, version: int) -> None:
         self.publish(version)
         with Engine(self.target):
-            assert self.trainer.swap("policy", version, timeout=30).digests > 0
+            assert self.trainer.swap(policy(), version, timeout=30).digests > 0
 
     def verify(self, timeout: float = 30) -> VerifyReport:
-        return self.trainer.verify("policy", timeout=timeout)
+        return self.trainer.verify(policy(), timeout=timeout)
 
     def only(self) -> MemberProof:
         (member,) = self.verify().members
@@ -104,7 +105,7 @@ def test_what_is_served_is_proven_and_one_flipped_bit_is_named(daemon: Daemon, w
 def test_what_is_written_in_place_is_proven_and_compared_with_other_replicas(fleet: Fleet) -> None:
     with fleet.daemon.connect("in place") as client:
         live = fleet.empty("arena", client)
-        still = controlled(client, "policy", live, replica="b", mode="in-place")
+        still = controlled(client, policy(), live, replica="b", mode="in-place")
         eventually(lambda: still.version == 1, "it has caught up")
         fleet.swap(2)
         report = fleet.verify()
@@ -117,13 +118,13 @@ def test_what_is_written_in_place_is_proven_and_compared_with_other_replicas(fle
 
 
 def test_refitctl_verify_exits_1_and_names_parameter_slice_and_rank(fleet: Fleet) -> None:
-    good = refitctl(fleet.daemon, "verify", "policy")
-    assert good.returncode == 0 and "policy: proven: 1 of 1 ranks" in good.stdout, good
+    good = refitctl(fleet.daemon, "verify", policy())
+    assert good.returncode == 0 and f"{policy()}: proven: 1 of 1 ranks" in good.stdout, good
     flip(fleet.live[NAME], 7, 5)
-    bad = refitctl(fleet.daemon, "verify", "policy")
+    bad = refitctl(fleet.daemon, "verify", policy())
     assert bad.returncode == 1
     assert f"{NAME}[7, 5] (of 96x48) on rank 0 of replica a on node n0" in bad.stderr, bad
-    as_json = refitctl(fleet.daemon, "verify", "policy", "--json")
+    as_json = refitctl(fleet.daemon, "verify", policy(), "--json")
     assert as_json.returncode == 1 and json.loads(as_json.stdout)["outcome"] == "differs"
     unknown = refitctl(fleet.daemon, "verify", "nobody")
     assert unknown.returncode != 0 and "no model 'nobody'" in unknown.stderr
@@ -133,18 +134,18 @@ def test_refitctl_verify_exits_1_and_names_parameter_slice_and_rank(fleet: Fleet
 def test_mxfp8_data_and_scales_are_checked(daemon: Daemon, in_arena: bool) -> None:
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         tensors = {"w": torch.randn(320, 128, generator=torch.Generator().manual_seed(3)).bfloat16()}
-        source = trainer.register_source("m", tensors, mxfp8=MXFP8Offer(("w",)))
+        source = trainer.register_source(named("m"), tensors, mxfp8=MXFP8Offer(("w",)))
         made = MXFP8Buffer.empty((320, 128), is_swizzled=False)
         data, scale = made.data, made.scale
         if in_arena:
             room = engine.allocate({"d": (data.shape, torch.uint8), "s": (scale.shape, torch.uint8)})
             data, scale = room["d"], room["s"]
-        target = engine.register_target("m", {"w": MXFP8Buffer(data, scale)}, replica="q", mode="copy")
-        go_live(trainer, source, 1, target, model="m")
-        assert trainer.verify("m", timeout=30).outcome == "proven"
+        target = engine.register_target(named("m"), {"w": MXFP8Buffer(data, scale)}, replica="q", mode="copy")
+        go_live(trainer, source, 1, target, model=named("m"))
+        assert trainer.verify(named("m"), timeout=30).outcome == "proven"
         data.view(torch.uint8)[300, 3] ^= 1
         scale.view(torch.uint8)[300, 0] ^= 1
-        (member,) = trainer.verify("m", timeout=30).members
+        (member,) = trainer.verify(named("m"), timeout=30).members
         places = sorted((d.parameter, d.slice, d.differing) for d in member.differences)
         assert places == [("w.data", "[300, 3]", 1), ("w.scale", "[300, 0]", 1)]
 
@@ -153,7 +154,7 @@ def test_mxfp8_data_and_scales_are_checked(daemon: Daemon, in_arena: bool) -> No
 def test_while_a_swap_waits_for_its_commit_point_the_old_version_is_checked(fleet: Fleet) -> None:
     assert fleet.only().state == "proven"  # its digest has been taken
     fleet.publish(2)
-    running = RunningSwap(fleet.daemon.connect(), "policy", 2)
+    running = RunningSwap(fleet.daemon.connect(), policy(), 2)
     running.wait_phase("commit")  # no target polls yet; the staging arena holds version 2
     found = fleet.only()
     assert (found.state, found.version) == ("proven", 1)
@@ -175,9 +176,9 @@ def test_engines_that_swap_all_the_time_are_proven_or_unknown_but_never_called_d
     with fleet.daemon.connect("operator") as operator, Engine(fleet.target):
         for version in range(2, 14):
             fleet.publish(version)
-            running = RunningSwap(fleet.daemon.connect(), "policy", version)
+            running = RunningSwap(fleet.daemon.connect(), policy(), version)
             for _ in range(3):
-                states.add(operator.verify("policy", timeout=30).members[0].state)
+                states.add(operator.verify(policy(), timeout=30).members[0].state)
             running.result()
     assert states <= {"proven", "unknown"} and "proven" in states
     assert fleet.verify().outcome == "proven"
@@ -187,38 +188,39 @@ def test_a_large_arena_that_flips_is_proven_or_unknown_but_never_called_differen
     """Workers read 70 MB for longer than a flip takes: the read may cover two versions."""
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine, daemon.connect() as operator:
         given = {"w": torch.zeros(70 << 20, dtype=torch.uint8)}
-        source = trainer.register_source("policy", given)
+        source = trainer.register_source(policy(), given)
         live = engine.allocate({"w": ((70 << 20,), torch.uint8)})
-        target = engine.register_target("policy", live, replica="a")
+        target = engine.register_target(policy(), live, replica="a")
         stop, outcomes = threading.Event(), set[str]()
 
         def verify() -> None:
             while not stop.is_set():
-                outcomes.add(operator.verify("policy", timeout=30).outcome)
+                outcomes.add(operator.verify(policy(), timeout=30).outcome)
 
         with Engine(target), ThreadPoolExecutor(1) as checker:
             try:
                 for version in range(1, 8):
                     given["w"].fill_(version)
                     source.publish(version)
-                    assert trainer.swap("policy", version, timeout=30).outcome == "committed"
+                    assert trainer.swap(policy(), version, timeout=30).outcome == "committed"
                     if version == 1:
                         checked = checker.submit(verify)
                     if version % 3 == 0:
-                        assert trainer.rollback("policy", timeout=30).bytes == 0
+                        assert trainer.rollback(policy(), timeout=30).bytes == 0
                         assert live["w"][::4096].unique().tolist() == [version - 1]
             finally:
                 stop.set()
             checked.result()
         assert target.flips and outcomes <= {"proven", "unknown"}
-        assert trainer.verify("policy").outcome == "proven" and live["w"].unique().tolist() == [7]
+        assert trainer.verify(policy()).outcome == "proven" and live["w"].unique().tolist() == [7]
 
 
 STANDING = """
+from tests.support.names import policy
 import sys, time, refitd
 from tests.support import shards
 client = refitd.connect(sys.argv[1], name="stands")
-target = client.register_target("policy", shards.zeros_like(shards.whole(1)), replica="b")
+target = client.register_target(policy(), shards.zeros_like(shards.whole(1)), replica="b")
 target.wait(1, timeout=30)
 print("serves", flush=True)
 sys.stdin.readline()
@@ -229,8 +231,8 @@ sys.stdin.readline()
 def test_a_stopped_engine_is_named_and_others_are_proven(daemon: Daemon) -> None:
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         tensors = shards.whole(1)
-        source = trainer.register_source("policy", tensors)
-        target = engine.register_target("policy", shards.zeros_like(tensors), replica="a")
+        source = trainer.register_source(policy(), tensors)
+        target = engine.register_target(policy(), shards.zeros_like(tensors), replica="a")
         go_live(trainer, source, 1, target)
         with Program(python(daemon, STANDING)) as process:
             assert process.line() == "serves"
@@ -239,13 +241,13 @@ def test_a_stopped_engine_is_named_and_others_are_proven(daemon: Daemon) -> None
                 lambda: {t.version for t in trainer.status().models[0].targets} == {1}, "both are known to serve"
             )
             with stopped((process.pid,)):
-                report = trainer.verify("policy", timeout=5)
-                again = trainer.verify("policy", timeout=5)
+                report = trainer.verify(policy(), timeout=5)
+                again = trainer.verify(policy(), timeout=5)
             for found in (report, again):
                 states = {m.replica: (m.state, m.reason) for m in found.members}
                 assert found.outcome == "unknown" and states["a"] == ("proven", "")
                 assert states["b"][0] == "unknown" and f"pid {process.pid}" in states["b"][1]
-            assert trainer.verify("policy", timeout=30).outcome == "proven"
+            assert trainer.verify(policy(), timeout=30).outcome == "proven"
         eventually(lambda: len(trainer.status().models[0].targets) == 1, "its end is known")
 
 
@@ -253,11 +255,11 @@ def test_after_an_aborted_staging_the_digests_remain(fleet: Fleet) -> None:
     assert fleet.only().state == "proven"
     fleet.publish(2)
     with stopped(fleet.daemon.node_of("n0").workers):
-        running = RunningSwap(fleet.daemon.connect(), "policy", 2)
+        running = RunningSwap(fleet.daemon.connect(), policy(), 2)
         running.wait_phase("stage")
         found = fleet.only()  # the workers take no part in the check
         assert (found.state, found.version) == ("proven", 1)
-        fleet.trainer.abort("policy", "to see")
+        fleet.trainer.abort(policy(), "to see")
         with pytest.raises(refitd.RefitFailed):
             running.result()
     found = fleet.only()
@@ -303,8 +305,8 @@ def test_a_coordinator_that_starts_anew_verifies(start_daemon: Callable[..., Dae
 @pytest.mark.slow
 def test_an_engine_that_serves_nothing_is_no_proof(daemon: Daemon) -> None:
     with daemon.connect("engine") as engine:
-        engine.register_target("policy", shards.zeros_like(shards.whole(1)), replica="a")
-        report = engine.verify("policy", timeout=30)
+        engine.register_target(policy(), shards.zeros_like(shards.whole(1)), replica="a")
+        report = engine.verify(policy(), timeout=30)
         assert report.outcome == "unknown" and report.members[0].reason == "it serves nothing"
 
 
@@ -320,14 +322,16 @@ def test_replicas_that_were_given_different_bytes_of_a_version_are_a_mix(start_d
     daemon = start_daemon("[models.m]\ncheck_replicas = false\n")
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         for rank in range(2):
-            source = trainer.register_source("m", {"w": torch.full((64,), rank + 1.0)}, rank=rank, world_size=2)
+            source = trainer.register_source(named("m"), {"w": torch.full((64,), rank + 1.0)}, rank=rank, world_size=2)
             source.publish(1)
         live = [{"w": torch.zeros(64)} for _ in range(2)]
-        targets = [engine.register_target("m", held, replica=name) for name, held in zip("ab", live, strict=True)]
+        targets = [
+            engine.register_target(named("m"), held, replica=name) for name, held in zip("ab", live, strict=True)
+        ]
         with Engine(*targets):
-            assert trainer.swap("m", 1, timeout=30).outcome == "committed"
+            assert trainer.swap(named("m"), 1, timeout=30).outcome == "committed"
         assert {float(held["w"][0]) for held in live} == {1.0, 2.0}
-        report = trainer.verify("m", timeout=30)
+        report = trainer.verify(named("m"), timeout=30)
         assert report.outcome == "differs" and len(report.mixed) == 1, report
         assert "a rank 0" in report.mixed[0] and "b rank 0" in report.mixed[0]
         assert [m.state for m in report.members] == ["proven", "proven"]  # each has the bytes that it received
@@ -337,13 +341,13 @@ def test_verify_can_be_switched_off_for_a_model(start_daemon: Callable[..., Daem
     daemon = start_daemon("[models.policy]\nverify = false\n")
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         tensors = shards.whole(1)
-        for model in ("policy", "other"):
+        for model in (policy(), "other"):
             source = trainer.register_source(model, tensors)
             target = engine.register_target(model, shards.zeros_like(tensors), replica="a")
             report = go_live(trainer, source, 1, target, model=model)
             assert report.copies > 0 and (report.digests > 0) == (model == "other")
-        assert {m.model: m.verify for m in trainer.status().models} == {"policy": False, "other": True}
-        (member,) = trainer.verify("policy", timeout=30).members
+        assert {m.model: m.verify for m in trainer.status().models} == {policy(): False, "other": True}
+        (member,) = trainer.verify(policy(), timeout=30).members
         assert member.state == "unknown" and "[models.policy] verify" in member.reason
         assert trainer.verify("other", timeout=30).outcome == "proven"
         assert "live: 1 on 1 rank; not verified" in refitctl(daemon, "status").stdout

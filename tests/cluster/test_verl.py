@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 VERL = real_verl()
 WAIT_S = 60.0
 
-pytestmark = pytest.mark.parametrize("base", [f"verl-{VERL}" if VERL else "stand-in"])
+pytestmark = [pytest.mark.parametrize("base", [f"verl-{VERL}" if VERL else "stand-in"]), pytest.mark.own_daemon]
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import torch
 from refitd.testing import Daemon, Engine
 
 pytestmark = [
+    pytest.mark.own_daemon,
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
 ]

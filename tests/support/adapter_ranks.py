@@ -42,7 +42,7 @@ SHAPES = {
 }
 BUCKET = 30_000  # bytes
 WAIT_S = 60.0
-STEP_S = 0.003
+STEP_S = 0.01
 
 Tensors = dict[str, torch.Tensor]
 

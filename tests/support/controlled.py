@@ -9,6 +9,7 @@ import torch
 
 import refitd
 from refitd.testing import Daemon
+from tests.support.names import policy
 
 SHAPE = (64, 32)
 
@@ -21,7 +22,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 def trainer(daemon: Daemon) -> Iterator[tuple[refitd.Client, refitd.Source, dict[str, torch.Tensor]]]:
     tensors = weights(1)
     with daemon.connect() as client:
-        source = client.register_source("policy", tensors)
+        source = client.register_source(policy(), tensors)
         source.publish(1)
         yield client, source, tensors
 
@@ -40,7 +41,7 @@ class Ranks:
             for _ in range(world)
         ]
         self.targets = [
-            self.client.register_target("policy", live, replica="a", rank=r, world_size=world, controlled=True)
+            self.client.register_target(policy(), live, replica="a", rank=r, world_size=world, controlled=True)
             for r, live in enumerate(self.live)
         ]
 

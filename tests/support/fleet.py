@@ -10,17 +10,18 @@ import torch
 import refitd
 from refitd.testing import Engine
 from tests.support import shards
+from tests.support.names import policy
 
 Tensors = dict[str, torch.Tensor]
 
 
 def go_live(
-    trainer: refitd.Client, source: refitd.Source, version: int, *targets: refitd.Target, model: str = "policy"
+    trainer: refitd.Client, source: refitd.Source, version: int, *targets: refitd.Target, model: str = ""
 ) -> refitd.SwapReport:
     """Publish a version, and swap to it while these targets are polled; raise if not all have committed it."""
     source.publish(version)
     with Engine(*targets):
-        return trainer.swap(model, version, timeout=60.0)
+        return trainer.swap(model or policy(), version, timeout=60.0)
 
 
 class FilledFleet:
@@ -34,7 +35,7 @@ class FilledFleet:
     def __init__(self, trainer: refitd.Client, tensors: Tensors, **options: Any) -> None:
         """Register the source of model "policy"; `options` are those of `register_source`."""
         self.trainer, self.tensors = trainer, tensors
-        self.source = trainer.register_source("policy", tensors, **options)
+        self.source = trainer.register_source(policy(), tensors, **options)
         self.targets: list[refitd.Target] = []
         self.lives: list[Tensors] = []
         self._clients = [trainer]
@@ -44,7 +45,7 @@ class FilledFleet:
         if client not in self._clients:
             self._clients.append(client)
         self.lives.append(live)
-        self.targets.append(client.register_target("policy", live, replica=replica, **options))
+        self.targets.append(client.register_target(policy(), live, replica=replica, **options))
         return self.targets[-1]
 
     def fill(self, version: int) -> None:
@@ -84,7 +85,7 @@ class CutSource:
         self.sources = []
         for rank, mine in enumerate(self.tensors):
             options |= {"rank": rank, "world_size": world, "metadata": shards.describe(mine, rank, world)}
-            self.sources.append(clients[rank % len(clients)].register_source("policy", mine, **options))
+            self.sources.append(clients[rank % len(clients)].register_source(policy(), mine, **options))
 
     def publish(self, full: Tensors, version: int) -> None:
         for rank, (source, mine) in enumerate(zip(self.sources, self.tensors, strict=True)):
@@ -103,7 +104,7 @@ class CutReplica:
             options |= {"rank": rank, "world_size": world, "metadata": shards.describe(mine, rank, world)}
             self.lives.append(mine)
             self.targets.append(
-                clients[rank % len(clients)].register_target("policy", mine, replica=replica, **options)
+                clients[rank % len(clients)].register_target(policy(), mine, replica=replica, **options)
             )
 
     def holds(self, full: Tensors) -> bool:

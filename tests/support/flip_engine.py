@@ -26,6 +26,7 @@ from refitd.client.take_over import ArenaPair
 from refitd.testing import Daemon
 from tests.support.fleet import FilledFleet
 from tests.support.flips import SHAPES, Tensors, values, version
+from tests.support.names import policy
 from tests.support.programs import Program
 
 
@@ -65,7 +66,7 @@ class Trainer(FilledFleet):
 
     def __init__(self, client: refitd.Client) -> None:
         super().__init__(client, version(0))
-        self.verify = lambda: client.verify("policy").outcome
+        self.verify = lambda: client.verify(policy()).outcome
 
 
 @contextmanager
@@ -106,7 +107,7 @@ def main(directory: str, timeout: str, word: str = "") -> None:
         print("damaged", flush=True)
 
     signal.signal(signal.SIGUSR1, damage)
-    target = client.register_target("policy", live, replica="a", timeout=float(timeout), mode="flip")
+    target = client.register_target(policy(), live, replica="a", timeout=float(timeout), mode="flip")
     say("registered", target.version)
     while True:
         if word == "torn" and target.pending == 2:

@@ -18,6 +18,7 @@ import time
 import torch
 
 import refitd
+from tests.support.names import policy
 
 WAYS = (
     "close",
@@ -55,9 +56,9 @@ def engine(directory: str, replica: str, way: str, version: int) -> None:
         taken.set()
 
     if way == "in-callback":
-        client.control_replica("policy", replica, commit=commit)
+        client.control_replica(policy(), replica, commit=commit)
     daemon = client.status().nodes[0].pid
-    target = client.register_target("policy", live, replica=replica)
+    target = client.register_target(policy(), live, replica=replica)
     print("ready", flush=True)
     if way == "stopped":
         while target.pending is None:

@@ -10,6 +10,7 @@ import torch
 import refitd
 from refitd import MXFP8Buffer, MXFP8Offer, ParameterMetadata, Rounding
 from tests.support import mxfp8, shards
+from tests.support.names import named
 
 # name -> shape, the dimension that is split, or None; `w` and `v` are converted
 SHAPES: shards.Model = {
@@ -111,7 +112,7 @@ class Replica:
             self.held.append(held)
             self.targets.append(
                 client.register_target(
-                    "m",
+                    named("m"),
                     held,
                     replica=name,
                     rank=rank,
@@ -153,7 +154,7 @@ class Trainer:
             self.shards.append(mine)
             self.sources.append(
                 clients[rank % len(clients)].register_source(
-                    "m", mine, rank=rank, world_size=world, metadata=describe(mine, rank, world), **options
+                    named("m"), mine, rank=rank, world_size=world, metadata=describe(mine, rank, world), **options
                 )
             )
 

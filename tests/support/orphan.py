@@ -13,6 +13,7 @@ import sys
 import time
 
 import refitd
+from tests.support.names import policy
 
 
 def run(directory: str, depth: int, pids: list[int]) -> None:
@@ -24,7 +25,7 @@ def run(directory: str, depth: int, pids: list[int]) -> None:
 
     lives_with = refitd.Lifeline({pid: f"server {number}" for number, pid in enumerate(pids)}) if pids else None
     client = refitd.connect(directory, name="orphan", lives_with=lives_with)
-    target = client.register_target("policy", {"w": torch.zeros(64, 64)}, replica="a")
+    target = client.register_target(policy(), {"w": torch.zeros(64, 64)}, replica="a")
     print(os.getpid(), flush=True)
     try:
         while True:

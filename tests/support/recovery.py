@@ -7,6 +7,7 @@ import torch
 import refitd
 from refitd.testing import Daemon, Engine, eventually
 from tests.support import shards
+from tests.support.names import policy
 from tests.support.programs import Program, python
 
 Tensors = dict[str, torch.Tensor]
@@ -19,14 +20,14 @@ class Fleet:
         self.daemon = daemon
         self.trainer, self.engine = daemon.connect("trainer"), daemon.connect("engine")
         self.tensors = shards.whole(1)
-        self.source = self.trainer.register_source("policy", self.tensors)
+        self.source = self.trainer.register_source(policy(), self.tensors)
         self.live = shards.zeros_like(self.tensors)
-        self.target = self.engine.register_target("policy", self.live, replica="a")
+        self.target = self.engine.register_target(policy(), self.live, replica="a")
         self.full: dict[int, Tensors] = {}
         for version in (1, 2):
             self.publish(version)
             with Engine(self.target):
-                self.trainer.swap("policy", version, timeout=60)
+                self.trainer.swap(policy(), version, timeout=60)
 
     def publish(self, version: int) -> None:
         for tensor in self.tensors.values():
@@ -47,6 +48,7 @@ class Fleet:
 
 
 ENGINE = """
+from tests.support.names import policy
 import sys, time, refitd, torch
 from tests.support import shards
 client = refitd.connect(sys.argv[1], name="crashes")
@@ -54,7 +56,7 @@ if sys.argv[2] == "arena":
     live = client.allocate({name: (t.shape, t.dtype) for name, t in shards.whole(1).items()})
 else:
     live = shards.zeros_like(shards.whole(1))
-target = client.register_target("policy", live, replica="crashes")
+target = client.register_target(policy(), live, replica="crashes")
 target.wait(2, timeout=30)
 print("serves", flush=True)
 sys.stdin.readline()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from refitd.testing import Daemon
+from tests.support.names import policy
 
 ANSWER_S = 60.0
 
@@ -15,7 +16,7 @@ class Trainer:
     def __init__(self, daemon: Daemon) -> None:
         self.client = daemon.connect("trainer")
         self.weights = {"w": torch.zeros(64, 64)}
-        self.source = self.client.register_source("policy", self.weights)
+        self.source = self.client.register_source(policy(), self.weights)
         self.version = 0
 
     def publish(self) -> int:

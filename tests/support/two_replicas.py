@@ -7,6 +7,7 @@ import torch
 from refitd.testing import Daemon, Engine
 from tests.support import shards
 from tests.support.fleet import go_live
+from tests.support.names import policy
 
 Tensors = dict[str, torch.Tensor]
 
@@ -18,10 +19,10 @@ class Fleet:
         self.daemon = daemon
         self.trainer, self.client = daemon.connect("trainer"), daemon.connect("engines")
         self.full = shards.whole(1)
-        self.source = self.trainer.register_source("policy", self.full)
+        self.source = self.trainer.register_source(policy(), self.full)
         self.live: list[Tensors] = [shards.zeros_like(self.full) for _ in range(2)]
         self.targets = [
-            self.client.register_target("policy", live, replica=f"engine-{i}") for i, live in enumerate(self.live)
+            self.client.register_target(policy(), live, replica=f"engine-{i}") for i, live in enumerate(self.live)
         ]
         go_live(self.trainer, self.source, 1, *self.targets)
         self.first = {name: t.clone() for name, t in self.full.items()}
@@ -34,7 +35,7 @@ class Fleet:
 
     def swap_succeeds(self, version: int = 2) -> bool:
         with Engine(*self.targets):
-            return self.trainer.swap("policy", version, timeout=60).outcome == "committed"
+            return self.trainer.swap(policy(), version, timeout=60).outcome == "committed"
 
     def serves_second(self) -> bool:
         return all(shards.equal(live, self.full) for live in self.live)
