@@ -182,9 +182,10 @@ def fragment(shown: Shown) -> str:
     parts = ["<h1>refitd</h1>"]
     when = datetime.fromtimestamp(shown.at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     if shown.problem:
-        parts.append(html.line(f"No answer since {when}: {shown.problem}", "bad"))
+        known = "since" if shown.status is not None else "yet; tried at"
+        parts.append(html.line(f"No answer {known} {when}: {shown.problem}", "bad"))
     if (status := shown.status) is None:
-        return "\n".join(parts)
+        return "\n".join([*parts, html.line("The page shows the cluster as soon as it answers.", "dim")])
     parts.append(
         html.line(
             f"{when}: coordinator pid {status.coordinator_pid}, up {duration(status.uptime_s)}; "

@@ -19,7 +19,7 @@ from refitd.offline.layouts import Manifest, ModelSpec, Shards, world_size
 from refitd.offline.rosters import place, rosters_of
 from refitd.plan.cost import EQUAL
 from refitd.plan.shared import GlobalPlan
-from refitd_cli.output import rank_ranges
+from refitd_cli.output import rank_ranges, takes_escapes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -105,7 +105,7 @@ def _sides(manifests: Sequence[Manifest], collocated: bool) -> tuple[RankNumbers
 
 
 def _spinner(text: str) -> AbstractContextManager[Any]:
-    if not sys.stderr.isatty():
+    if not takes_escapes(sys.stderr):
         return nullcontext()
     from rich.console import Console
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 import msgspec
@@ -53,6 +53,11 @@ def json_on_terminal(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
 
 
+def takes_escapes(stream: TextIO) -> bool:
+    """Return whether escape codes may go to a stream: it is a terminal, and $NO_COLOR is not set."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
 def console() -> Console:
     """Return a console on stdout, $COLUMNS or the terminal wide; it prints text as it is (reasons hold brackets)."""
     from rich.console import Console
@@ -60,7 +65,8 @@ def console() -> Console:
     width: int | None = None if sys.stdout.isatty() else PIPED_WIDTH  # None: as the terminal, which may change
     if (wanted := os.environ.get("COLUMNS", "")).isdecimal() and int(wanted):
         width = max(LEAST_WIDTH, min(int(wanted), MOST_WIDTH))
-    return Console(width=width, markup=False, emoji=False, highlight=False)
+    plain = None if takes_escapes(sys.stdout) else False
+    return Console(width=width, markup=False, emoji=False, highlight=False, force_terminal=plain)
 
 
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
@@ -165,7 +171,7 @@ def bar_fields(event: SwapProgress) -> dict[str, Any]:
 @contextmanager
 def swap_bar(model: str) -> Iterator[Callable[[SwapProgress], None] | None]:
     """Yield the on_progress callback for `Client.swap`, None without a terminal. The bar disappears at the end."""
-    if not sys.stderr.isatty():
+    if not takes_escapes(sys.stderr):
         yield None
         return
     from rich.console import Console
@@ -179,7 +185,7 @@ def swap_bar(model: str) -> Iterator[Callable[[SwapProgress], None] | None]:
 @contextmanager
 def bytes_bar(what: str) -> Iterator[Callable[[int, int], object]]:
     """Yield the on_progress callback for bytes that are read or written. The bar disappears at the end."""
-    if not sys.stderr.isatty():
+    if not takes_escapes(sys.stderr):
         yield lambda done, total: None
         return
     from rich.console import Console

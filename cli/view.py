@@ -181,8 +181,10 @@ def _model(model: ModelStatus, report: StatusReport) -> str:
 
 NO_MODELS = "no models: no trainer and no engine has registered yet"
 
-NODE_COLUMNS = ("node", "state", "host", "address", ">pid", "refitd", ">up", ">workers", ">clients", ">arenas")
-NODE_COLUMNS += (">arena bytes", "services")
+NODE_COLUMNS = (
+    *("node", "state", "host", "address", ">pid", "refitd", ">up", ">workers", ">clients"),
+    *(">arenas", ">arena bytes", "services"),
+)
 GPU_COLUMNS = ("node", ">worker", "GPU", ">arenas", ">arena bytes", "NUMA node", "network card", "reaches")
 PATH_COLUMNS = ("from", "to", "path", ">rows", ">bytes", ">share", "why")
 LINK_COLUMNS = ("model", "link", "service", ">lanes", ">bytes per swap", "state", ">last swap")
@@ -213,6 +215,8 @@ def status_parts(report: StatusReport, nothing: str = NO_MODELS, *, with_events:
         yield grid("targets", TARGET_COLUMNS, map(_target, model.targets))
         if model.last_swap is not None and model.last_swap.paths:
             yield grid("paths of the last swap", PATH_COLUMNS, path_rows(model.last_swap.paths))
+            if others := {*model.last_swap.gpu_paths} - {one.path for one in model.last_swap.paths}:
+                yield f"workers took other paths: {', '.join(sorted(others))}"
         if with_events:
             yield from _events(model)
 

@@ -8,7 +8,7 @@ from threading import Thread
 
 import click
 
-from refitd.errors import RefitdError, RefusedError
+from refitd.errors import ConfigError, RefitdError, RefusedError
 from refitd.metrics.http import HttpServer
 from refitd.protocol.reports import StatusReport
 from refitd_cli.dashboard import Pages, Shown
@@ -53,6 +53,8 @@ def dashboard(session: Session, port: int, interval: float, address: str | None,
             print_json(to_json(DashboardServed(url)))
         else:
             say(f"{url} shows the cluster; Ctrl-C ends")
+            if latest.shown.problem:
+                say(f"no answer yet: {latest.shown.problem}", err=True)
         while True:
             time.sleep(interval)
             latest.refresh()
@@ -74,17 +76,17 @@ class Latest:
         self._asking = Thread()
 
     def refresh(self) -> None:
-        """Ask once.
+        """Ask once; the page tells why there is no answer.
 
         Raises:
-            RefitdError: it is the first time, and there was no answer.
+            ConfigError, RefusedError: this program may not ask, or asks in a wrong place.
         """
         try:
             self._client = self._client or self._session.factory(self._address)
             status, history = self._client.status(), self._client.history("", SWAPS)
         except RefitdError as exc:
             self.close()
-            if self.shown.status is None:
+            if self.shown.status is None and isinstance(exc, ConfigError | RefusedError):
                 raise
             self.shown = Shown(self.shown.status, self.shown.swaps, self.shown.at, str(exc))
         else:

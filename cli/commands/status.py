@@ -14,7 +14,7 @@ from msgspec import structs
 from refitd.errors import RefusedError, TransportError
 from refitd.protocol.reports import StatusReport
 from refitd.text import printable
-from refitd_cli.output import Grid, bar_columns, bar_fields, console, print_json, say, to_json
+from refitd_cli.output import Grid, bar_columns, bar_fields, console, print_json, say, takes_escapes, to_json
 from refitd_cli.session import ControlClient, Duration, Session, address_option, json_option, model_names, node_names
 from refitd_cli.view import NO_MODELS, print_parts, screen_parts, status_parts
 
@@ -195,7 +195,7 @@ class Screen:
 
 @contextmanager
 def _display(as_json: bool, model: str | None, interval_s: float) -> Iterator[Display]:
-    if as_json or not sys.stdout.isatty() or (terminal := console()).is_dumb_terminal:
+    if as_json or not takes_escapes(sys.stdout) or (terminal := console()).is_dumb_terminal:
         yield Printed(as_json, model)
         return
     screen = Screen(terminal, model, interval_s)

@@ -16,7 +16,7 @@ from rich.text import Text
 from refitd.text import printable
 from refitd_cli.demo.data import PROMPT
 from refitd_cli.demo.proof import LOGITS_TOLERANCE, Verdict
-from refitd_cli.output import duration, rate, size
+from refitd_cli.output import duration, rate, size, takes_escapes
 from refitd_cli.printed import DemoRan, MXFP8Saved
 
 PIPED_WIDTH = 160
@@ -94,7 +94,9 @@ def tables(
 ) -> None:
     """Print the swaps, the engines' samples, and whether the engines hold the trainer's weights."""
     on_terminal = (sys.stderr if to_stderr else sys.stdout).isatty()
-    console = Console(stderr=to_stderr, width=None if on_terminal else PIPED_WIDTH, highlight=False)
+    plain = None if takes_escapes(sys.stderr if to_stderr else sys.stdout) else False
+    width = None if on_terminal else PIPED_WIDTH
+    console = Console(stderr=to_stderr, width=width, highlight=False, force_terminal=plain)
     shown = [_swaps(rows), _samples(rows), _proof(verdicts, layouts)]
     if any(verdict.is_mxfp8 for verdict in verdicts):
         shown.append(_saved(verdicts, arriving))

@@ -16,7 +16,7 @@ class Path(StrEnum):
 
     SHARED = "shared memory"
     KERNEL = "same GPU, one kernel"
-    TENSORS = "same GPU, tensor operations"
+    TENSORS = "tensor operations"
     PEER = "peer GPU, one kernel"
     PINNED = "pinned"
     WINDOWS = "pinned windows"
@@ -40,8 +40,8 @@ class Abilities:
 def path(source: str, destination: str, abilities: Abilities) -> Path:
     """Return the path between the memories of two devices: MAIN_MEMORY or a GPU's name.
 
-    The GPU that is written copies; if main memory is written, the GPU that is read. Converted elements take the path
-    of tensor operations on one GPU, and otherwise travel in pageable memory.
+    The GPU that is written copies; if main memory is written, the GPU that is read. Converted elements always take
+    the path of tensor operations, between two memories through pageable memory.
     """
     if MAIN_MEMORY in (source, destination):
         if source == destination:

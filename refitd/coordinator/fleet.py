@@ -128,6 +128,7 @@ class Running:
     apart: dict[tuple[str, int], str] = field(default_factory=dict)  # ranks that may have flipped apart
     gives_way: bool = False  # an undecided catch-up that was ended in favour of a requested swap
     crossing: Crossing = field(default_factory=Crossing)  # bytes received from other nodes
+    gpu_paths: set[str] = field(default_factory=set)  # within nodes, as workers report them
     is_watched: bool = False  # `waiters` are sent its progress
 
     def look_again(self, now: float) -> None:

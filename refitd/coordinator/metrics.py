@@ -17,7 +17,7 @@ from refitd.coordinator.fleet import Fleet, ModelState
 from refitd.coordinator.journals.base import SwapRecord
 from refitd.coordinator.members import serving_state
 from refitd.events import Busy, Log
-from refitd.metrics.exporter import Exporter, Labelled
+from refitd.metrics.exporter import Exporter, Labelled, add_build_info
 from refitd.protocol.cluster import StageDone
 from refitd.states import SwapOutcome
 
@@ -113,6 +113,7 @@ class CoordinatorMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         r = registry
+        add_build_info(registry)
         self._swaps = Labelled(
             Counter(
                 "refitd_swaps",

@@ -14,8 +14,6 @@ from refitd.plan.cost import Flows, flows_of
 from refitd.protocol.plan_reports import PathTraffic
 from refitd.protocol.reports import NodeStatus
 
-PAGEABLE = "pageable memory, tensor operations"  # of elements that are converted between two memories
-
 
 @dataclass(frozen=True)
 class Wiring:
@@ -91,8 +89,7 @@ def _within(
         elif not abilities.has_kernels:
             reason = "Triton is not installed"
     if converts and (source or target):
-        name = Path.TENSORS.value if source == target else PAGEABLE
-        return _kind(source), there, name, "elements are converted"
+        return _kind(source), there, Path.TENSORS.value, "elements are converted"
     return _kind(source), there, way.value, reason
 
 

@@ -120,8 +120,9 @@ def load(turn: Turn, running: Running, node: str) -> None:
 
 # services whose ranks may pass on what they receive (copy_services/windows.py)
 RELAYING_SERVICES = frozenset({"gloo", "nixl"})
-# services between GPUs only, each in place of another that a node lacks; HOST_SERVICE moves the other rows
-GPU_SERVICES = ("nccl", "nvshmem")
+# configured service -> the services between GPUs, the first that all nodes have
+GPU_SERVICES = {"nccl": ("nccl", "nvshmem"), "nvshmem": ("nvshmem", "nccl"), "nixl": ("nixl",)}
+GPU_ONLY = frozenset({"nccl", "nvshmem"})  # HOST_SERVICE moves the other rows
 HOST_SERVICE = "gloo"
 
 
@@ -155,7 +156,8 @@ def wiring_of(turn: Turn, members: Iterable[Member], plan: LoadedPlan) -> Wiring
     if epoch is not None:
         return Wiring(device_of, abilities, epoch.service, epoch.gpu_service, frozenset(plan.gpu_of))
     if service in GPU_SERVICES:
-        return Wiring(device_of, abilities, HOST_SERVICE, service, frozenset(device_of))
+        in_lanes = HOST_SERVICE if service in GPU_ONLY else service
+        return Wiring(device_of, abilities, in_lanes, service, frozenset(device_of))
     return Wiring(device_of, abilities, service)
 
 
@@ -313,20 +315,20 @@ def _new_epoch(turn: Turn, plan: LoadedPlan, membership: Membership) -> tuple[cl
     nodes = tuple(sorted(plan.routed.links.nodes() & fleet.nodes.keys()))
     status = {name: fleet.nodes[name].status for name in nodes}
     lanes = min((len(s.workers) for s in status.values()), default=1)
-    has_gpus = transport.service in GPU_SERVICES
-    wanted = () if has_gpus else (transport.service,)
+    wanted = () if transport.service in GPU_ONLY else (transport.service,)
     service = _service_on(turn, (*wanted, HOST_SERVICE), status)
-    gpu_of = _gpus_of(plan, membership) if has_gpus else {}
+    among_gpus = GPU_SERVICES.get(transport.service, ())
+    # relays pass on what they hold in main memory or on a GPU, so all of them are in the lanes
+    gpu_of = _gpus_of(plan, membership) if among_gpus and not plan.routed.relays.paths else {}
     gpus = {name: set[str]() for name in nodes}
     gpu_of = {rank: gpu for rank, gpu in gpu_of.items() if plan.routed.node_of[rank] in gpus}
     for rank, gpu in gpu_of.items():
         gpus[plan.routed.node_of[rank]].add(gpu)
     gpu_service = ""
     if gpu_of:
-        others = [other for other in GPU_SERVICES if other != transport.service]
         mine = {name: status[name] for name in nodes if gpus[name]}
-        gpu_service = _service_on(turn, (transport.service, *others, HOST_SERVICE), mine)
-    if gpu_service == service:
+        gpu_service = _service_on(turn, (*among_gpus, HOST_SERVICE), mine)
+    if gpu_service not in among_gpus:
         gpu_service, gpu_of = "", {}
     epoch = cluster.EpochPlan(
         id=f"{fleet.boot}.{fleet.number('epoch')}",

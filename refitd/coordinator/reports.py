@@ -116,6 +116,7 @@ def swap_report(fleet: Fleet, running: Running, now: float) -> SwapReport:
         suspended=running.suspended,
         drained=running.drained,
         crossing=running.crossing,
+        gpu_paths=tuple(sorted(running.gpu_paths)),
         refused=tuple(
             one for _, node in sorted(fleet.nodes.items()) for one in node.status.refused if one.model == swap.model
         ),

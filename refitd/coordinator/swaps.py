@@ -222,6 +222,7 @@ def staged(turn: Turn, node: str, done: cluster.StageDone) -> None:
     if running is not None and running.plan is not None and node in running.swap.nodes:
         running.plan.crossing_s[node] = done.crossing_s
         running.crossing += done.crossing
+        running.gpu_paths.update(done.paths)
     turn.post(done.swap, swap_events.NodeStaged(node, done.copies, done.bytes + done.converted_bytes))
 
 

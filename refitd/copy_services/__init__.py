@@ -47,7 +47,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from refitd.addressing.copies import CopyList
@@ -89,7 +89,7 @@ class Capabilities:
     max_message_bytes: int | None = None
 
 
-# Maximum message, and common capabilities, of the services over packed.py, which load torch.
+# Maximum message, and the capabilities, of the services over packed.py, which load torch.
 MAX_MESSAGE_BYTES = 8 << 20
 PACKED = Capabilities(
     is_one_sided=False,
@@ -98,7 +98,6 @@ PACKED = Capabilities(
     needs_contiguous=True,
     max_message_bytes=MAX_MESSAGE_BYTES,
 )
-PACKED_CPU = replace(PACKED, devices=frozenset({"cpu"}))
 
 
 @dataclass(frozen=True)

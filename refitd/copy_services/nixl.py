@@ -12,6 +12,9 @@ Each begins with a MAC of its content and of the names of both agents. A notific
 
     sender's tensor  --copy-->  slab  ==read==>  slab  --copy-->  receiver's tensor
 
+In an epoch of GPUs the slab is in GPU memory, so a card with GPUDirect RDMA reads from GPU to GPU; both copies are then
+within a GPU.
+
 For each peer and direction the slab has PARTS places. Only wanted messages are cut into parts, so a sender's places
 wait only for reads that the receiver has room for. Therefore no message waits behind another one, as with gloo. Tensors
 are never registered, for three reasons: a read that was given up cannot write to them, arenas may be exchanged under
@@ -34,11 +37,12 @@ from typing import Any
 
 import torch
 
-from refitd.copy_services import PACKED_CPU, Epoch, ExchangeResult
-from refitd.copy_services.digests import MAC_BYTES, Authenticator
+from refitd.buffers import cuda
+from refitd.copy_services import PACKED, Epoch, ExchangeResult
+from refitd.copy_services.digests import MAC_BYTES, Authenticator, DeviceDigests, Digest
 from refitd.copy_services.packed import STAGING_BYTES
 from refitd.copy_services.peers import Peers, first_line, prove
-from refitd.copy_services.waits import Backoff, Deadline
+from refitd.copy_services.waits import Backoff, Deadline, DeviceStream, make_current
 from refitd.copy_services.windows import WindowExchange
 from refitd.errors import ConfigError, DeadlineExceeded, PeerLost, TransportError
 
@@ -49,6 +53,8 @@ PARTS = 2
 LEAST_PART_BYTES, MOST_PART_BYTES = 4096, 4 << 20
 # limit on a peer's notifications for which this worker has posted no receive
 MAX_KEPT = 4096
+# limit on one copy to or from a slab on a GPU
+_COPY_S = 60.0
 
 _HEAD = struct.Struct("<cqq")  # kind, tag, number of the message with this tag
 _PART = struct.Struct("<QQQQ")  # address, bytes of the part, its offset in the message, bytes of the message
@@ -93,6 +99,7 @@ class _Peer:
     """The open transfers with one peer."""
 
     name: str = ""
+    gpu: int = 0  # the number that its process has for its slab's GPU
     is_forged: bool = False  # notifications without a MAC have come under its name
     inline: dict[Key, bytes] = field(default_factory=dict)  # messages without a matching receive yet
     wanted: set[Key] = field(default_factory=set)  # messages that the peer wants and that are not sent yet
@@ -117,7 +124,8 @@ class NixlPeers(Peers):
         self.index, self.ranks = epoch.index, tuple(range(epoch.size))
         size = part_bytes(epoch.size, slab_bytes)
         self._library = _load()
-        self._slab = torch.empty(2 * PARTS * (epoch.size - 1) * size, dtype=torch.uint8)
+        nbytes = 2 * PARTS * (epoch.size - 1) * size
+        self._slab, self._stream, self._segment, gpu = _new_slab(nbytes, epoch.device)
         self._notes = Authenticator(epoch.key)
         self._peers = [_Peer() for _ in range(epoch.size)]
         places = iter(self._slab.split(size) if len(self._slab) else ())
@@ -130,17 +138,18 @@ class NixlPeers(Peers):
         self._receiving: dict[Key, _PostedMessage] = {}
         self._reads: list[_PartRead] = []
         self._agent: Any = None
+        self._peers[epoch.index].gpu = gpu
         name = self._peers[epoch.index].name = f"{epoch.id}/{epoch.index}/{secrets.token_hex(8)}"
         try:
             # without a progress thread, which would spin on a processor: waiting drives progress
             config = self._library.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             self._agent = self._library.nixl_agent(name, config)
-            there = [(self._slab.data_ptr(), self._slab.nbytes, 0, "")] if len(self._slab) else []
-            self._region = self._agent.register_memory(there, "DRAM") if there else None
+            there = [(self._slab.data_ptr(), self._slab.nbytes, gpu, "")] if len(self._slab) else []
+            self._region = self._agent.register_memory(there, self._segment) if there else None
             metadata = self._agent.get_agent_metadata()
         except Exception as exc:  # its errors have no common class
             raise TransportError(f"{self.label(self.index)}: NIXL cannot start: {first_line(exc)}") from exc
-        self._join(epoch, {"name": name, "metadata": b64encode(metadata).decode()}, deadline)
+        self._join(epoch, {"name": name, "gpu": gpu, "metadata": b64encode(metadata).decode()}, deadline)
         self.authenticator = prove(self, epoch, deadline)
 
     @property
@@ -156,7 +165,7 @@ class NixlPeers(Peers):
             left = max(0.001, deadline.at - time.monotonic())
             try:
                 found = json.loads(epoch.mailbox.get(f"agent/{position}", left))
-                self._peers[position].name = str(found["name"])
+                self._peers[position].name, self._peers[position].gpu = str(found["name"]), int(found.get("gpu", 0))
                 metadata = b64decode(found["metadata"], validate=True)
             except DeadlineExceeded as exc:
                 raise DeadlineExceeded(
@@ -183,7 +192,7 @@ class NixlPeers(Peers):
         number = self._sent[position, tag] = self._sent.get((position, tag), -1) + 1
         posted, peer = _PostedMessage.of((position, tag, number), tensor), self._peers[position]
         if tensor.nbytes <= INLINE_BYTES:
-            self._say(posted.key, _INLINE, posted.tensor.numpy().tobytes())
+            self._say(posted.key, _INLINE, posted.tensor.cpu().numpy().tobytes())
             posted.is_done = True
         elif posted.key in peer.wanted:
             peer.wanted.remove(posted.key)
@@ -294,7 +303,7 @@ class NixlPeers(Peers):
             posted, place = peer.queue[0], peer.free.pop()
             start, of = posted.begun, len(posted.tensor)
             part = posted.tensor[start : start + len(place)]
-            place[: len(part)].copy_(part)
+            self._copy(place[: len(part)], part)
             posted.begun += len(part)
             if posted.begun == of:
                 peer.queue.popleft()
@@ -327,8 +336,9 @@ class NixlPeers(Peers):
         posted.begun += nbytes
         place = peer.room.pop()
         try:
-            here = self._agent.get_xfer_descs([(place.data_ptr(), nbytes, 0)], "DRAM")
-            there = self._agent.get_xfer_descs([(address, nbytes, 0)], "DRAM")
+            gpu = self._peers[self.index].gpu
+            here = self._agent.get_xfer_descs([(place.data_ptr(), nbytes, gpu)], self._segment)
+            there = self._agent.get_xfer_descs([(address, nbytes, peer.gpu)], self._segment)
             handle = self._agent.initialize_xfer("READ", here, there, peer.name)
             state = self._agent.transfer(handle)
         except Exception as exc:
@@ -339,12 +349,20 @@ class NixlPeers(Peers):
 
     def _has_read(self, read: _PartRead) -> None:
         posted, nbytes = read.posted, read.part.stop - read.part.start
-        posted.tensor[read.part].copy_(read.place[:nbytes])
+        self._copy(posted.tensor[read.part], read.place[:nbytes])
         self._peers[posted.key[0]].room.append(read.place)
         self._say(posted.key, _TAKEN, _ADDRESS.pack(read.address))
         posted.left -= nbytes
         if not posted.left:
             self._done(posted)
+
+    def _copy(self, to: torch.Tensor, found: torch.Tensor) -> None:
+        """Copy to or from the slab; the copy is done when this returns, because a card does not wait for a GPU's."""
+        if self._stream is None:
+            to.copy_(found)
+            return
+        with self._stream.work(Deadline.after(_COPY_S), self.label(self.index)):
+            to.copy_(found)
 
     def _done(self, posted: _PostedMessage) -> None:
         posted.is_done = True
@@ -382,6 +400,20 @@ class NixlPeers(Peers):
             if self._region is not None:
                 agent.deregister_memory(self._region)
         self._reads = []
+
+
+def _new_slab(nbytes: int, device: str) -> tuple[torch.Tensor, DeviceStream | None, str, int]:
+    """Return a slab of uint8 on a device, a stream for copies to and from it, its kind for NIXL, and its GPU's number.
+
+    Raises:
+        ArenaError: the GPU has too little memory.
+    """
+    if device == "cpu" or not nbytes:
+        return torch.empty(nbytes, dtype=torch.uint8), None, "DRAM", 0
+    gpu = torch.device(device)
+    with open(cuda.create(nbytes, "slab of NIXL", gpu.index), "rb", buffering=0) as file:
+        slab = cuda.MappedDeviceArena(file.fileno(), nbytes, gpu.index, write=True)
+    return slab.tensor, DeviceStream(gpu), "VRAM", gpu.index
 
 
 def part_bytes(size: int, slab_bytes: int) -> int:
@@ -424,7 +456,7 @@ class NixlService(WindowExchange):
     """Exchanges tensors by reads between NIXL agents. See ExchangeService for its contract."""
 
     name = "nixl"
-    capabilities = PACKED_CPU
+    capabilities = PACKED
 
     def __init__(self, epoch: Epoch, *, message_bytes: int | None = None) -> None:
         """Join an epoch. Half of its `staging_bytes` is for messages, half for the slab.
@@ -432,8 +464,15 @@ class NixlService(WindowExchange):
         `message_bytes` is as in PackedExchange. Raises as NixlPeers does.
         """
         half = (epoch.staging_bytes or STAGING_BYTES) // 2
+        device = torch.device(epoch.device)
+        device = make_current(device) if (on_gpu := device.type == "cuda") else device
         self.peers: NixlPeers = NixlPeers(epoch, half, Deadline.after(epoch.timeout))
         super().__init__(self.peers, message_bytes=message_bytes, staging_bytes=half)
+        self.device = device
+        self._digests = DeviceDigests(device, self.peers.authenticator) if on_gpu else None
+
+    def _new_digest(self, about: bytes) -> Digest:
+        return super()._new_digest(about) if self._digests is None else self._digests.new(about)
 
     def run(self, *args: Any, **kwargs: Any) -> ExchangeResult:
         """See ExchangeService.run."""

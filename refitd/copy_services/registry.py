@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from refitd.copy_services import PACKED, PACKED_CPU, Backend, Capabilities
+from refitd.copy_services import PACKED, Backend, Capabilities
 from refitd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _own() -> list[Backend]:
             over_group=_gloo,
             join=_join_gloo,
         ),
-        Backend("nixl", PACKED_CPU, lambda: _lacks("nixl", "pip install 'refitd[nixl]'"), join=_join_nixl),
+        Backend("nixl", PACKED, lambda: _lacks("nixl", "pip install 'refitd[nixl]'"), join=_join_nixl),
         Backend("nccl", PACKED, _lacks_gpu, over_group=_nccl, join=_join_nccl),
         Backend("nvshmem", PACKED, _lacks_nvshmem, join=_join_nvshmem),
         Backend(

@@ -13,7 +13,7 @@ from refitd.config import Config
 from refitd.daemon.actions import Event, Instruction, RestartWorker, ToCoordinator, WorkerDied, WorkerSaid
 from refitd.daemon.state import DaemonState
 from refitd.events import Busy, Log
-from refitd.metrics.exporter import Exporter, Labelled
+from refitd.metrics.exporter import Exporter, Labelled, add_build_info
 from refitd.protocol.local import CommitDone
 from refitd.protocol.reports import NodeStatus
 from refitd.protocol.sidecar import RunDone
@@ -70,6 +70,7 @@ class DaemonMetrics:
 
     def __init__(self, registry: CollectorRegistry, max_arena_bytes: int) -> None:
         r = registry
+        add_build_info(registry)
         self._refused = Labelled(Counter("refitd_refusals", "Refused requests.", ["request"], registry=r))
         self._stalled = Counter("refitd_loop_stalled_seconds", "Time when the loop was blocked.", registry=r)
         restarts = Counter("refitd_worker_restarts", "Restarted workers.", ["cause"], registry=r)

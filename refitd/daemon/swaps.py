@@ -46,6 +46,7 @@ class _LocalSwap:
     crossing_s: float = 0.0
     staging_bytes: int = 0
     crossing: Crossing = field(default_factory=Crossing)
+    paths: set[str] = field(default_factory=set)
     based: list[LocalMember] = field(default_factory=list)  # targets that may receive a delta on their live version
     comparing: set[int] = field(default_factory=set)  # runs that were asked to stop comparing with a base
     failed: bool = False
@@ -284,6 +285,7 @@ class LocalSwaps:
                 staging_bytes=local_swap.staging_bytes,
                 converted_bytes=sum(m.registration.figures.converted_bytes for _, m in self._targets(plan)),
                 crossing=local_swap.crossing,
+                paths=tuple(sorted(local_swap.paths)),
             )
         )
 
@@ -388,6 +390,7 @@ class LocalSwaps:
         if isinstance(run.purpose, _Staging) and (local_swap := self._swaps.get(run.purpose.swap)) is not None:
             local_swap.outstanding.discard(run.number)
             local_swap.seconds = max(local_swap.seconds, done.seconds)
+            local_swap.paths.update(done.paths)
             if run.crosses:
                 local_swap.crossing_s = max(local_swap.crossing_s, done.seconds)
                 local_swap.staging_bytes = max(local_swap.staging_bytes, done.staging_bytes)

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
+from refitd import __version__
 from refitd.metrics.http import HttpServer, Page
 
 S = TypeVar("S")
@@ -24,6 +25,12 @@ SILENT_S = 10.0
 # Limit on label combinations of a metric whose labels peers choose. Further ones are counted together.
 MAX_SERIES = 4096
 OTHER = "other"
+
+
+def add_build_info(registry: CollectorRegistry) -> None:
+    """Add the metric that both processes have."""
+    info = Gauge("refitd_build_info", "1, with the version of refitd.", ["version"], registry=registry)
+    info.labels(__version__).set(1)
 
 
 class Exporter(Generic[S]):

@@ -187,6 +187,7 @@ class StageDone(Message, frozen=True):
     staging_bytes: Count = 0  # the largest size of one worker's own buffers
     converted_bytes: Count = 0  # read again for conversions
     crossing: Crossing = Crossing()  # traffic from other nodes to this one
+    paths: tuple[Label, ...] = ()  # by GPUs within the node: names of refitd.addressing.paths
     where: Text = ""
     reason: Text = ""
 

@@ -131,6 +131,7 @@ class SwapReport(Message, frozen=True):
     drained: tuple[Label, ...] = ()  # replicas that it skipped because of drained nodes
     refused: tuple[RefusedRegistration, ...] = ()  # processes of the model that it did not reach
     paths: tuple[PathTraffic, ...] = ()  # of its plan, most bytes first
+    gpu_paths: tuple[Label, ...] = ()  # the paths within nodes that workers took; usually those of the plan
 
     @property
     def seeds(self) -> tuple[str, ...]:

@@ -191,6 +191,7 @@ class RunDone(Message, frozen=True):
     crossed_bytes: Count = 0  # received from other nodes
     delta_bytes: Count = 0  # received as deltas, counted at full size
     changed_bytes: Count = 0  # the changed bytes among `delta_bytes`
+    paths: tuple[Label, ...] = ()  # by GPUs within the node: names of refitd.addressing.paths
     reason: Text = ""
     copy: Count | None = None
     differs: bool = False  # written bytes differ from their source

@@ -238,6 +238,7 @@ class Worker:
                     crossed_bytes=result.crossed_bytes,
                     delta_bytes=result.delta_bytes,
                     changed_bytes=result.changed_bytes,
+                    paths=result.paths,
                 )
             )
 

@@ -67,6 +67,7 @@ ABORTED = SwapReport(
         member("b", 1, "lost", version=7, reason="worker pid 99 was killed by signal 9 [SIGKILL]"),
     ),
     paths=(PathTraffic("GPU", "same GPU", "same GPU, one kernel", 3, 3000),),
+    gpu_paths=("pinned windows", "same GPU, one kernel"),
 )
 SOURCE = SourceStatus(
     rank=0, node="n0", host="box", pid=10, attached=True, tensors=12, bytes=500_000_000, versions=(6, 7)

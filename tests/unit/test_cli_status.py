@@ -16,7 +16,7 @@ from refitd.errors import PeerLost, RefitdError, RefusedError, TransportError
 from refitd.protocol.reports import ModelStatus, StatusReport, SwapProgress, TargetStatus
 from refitd.states import ServingState
 from refitd_cli.commands.status import Screen
-from refitd_cli.output import Grid, grid
+from refitd_cli.output import Grid, console, grid, takes_escapes
 from refitd_cli.view import live_text
 from tests.support.cli import STATUS, TARGET, FakeClient, Ran, answer, run
 
@@ -48,6 +48,7 @@ ACTIVITY = ["pid 3", "up 75 s", "n0/box", "serving", "6, 7", "swapping to 8: sta
             ["pinned windows", "no peers", "75%", "in-place", "2.0x", "not measured"],
         ),
         ("status", STATUS, ["paths of the last swap", "same GPU, one kernel", "100%"]),
+        ("status", STATUS, ["workers took other paths: pinned windows"]),
     ],
 )
 def test_commands_show(words, report, expected):
@@ -130,8 +131,23 @@ def test_piped_tables_follow_columns_and_have_120_without(monkeypatch, columns, 
     long = structs.replace(TARGET, replica="vllm-rollout-worker-with-a-rather-long-name-of-its-own-in-us-east-1-pool-b")
     status = structs.replace(STATUS, models=(structs.replace(STATUS.models[0], targets=(long,)),))
     lines = run(FakeClient(status_result=status), "status").stdout.splitlines()
-    tables = [line for line in lines if not line.startswith(("model", "coordinator"))]
+    tables = [line for line in lines if not line.startswith(("model", "coordinator", "workers took"))]
     assert max(map(len, tables)) <= most
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("variable", "coloured"), [("", True), ("1", False)])
+def test_no_color_means_no_escape_codes(monkeypatch, variable, coloured):
+    monkeypatch.setenv("NO_COLOR", variable)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr("sys.stdout", found := Terminal())
+    console().print(GRID)
+    assert ("\x1b[" in found.getvalue()) == coloured
+    assert takes_escapes(found) == coloured
 
 
 def fleet(replicas: int, ranks: int, name: str = "vllm-rollout-worker-us-east-1-pool-b-") -> list[TargetStatus]:

@@ -221,7 +221,7 @@ def planned(service: str, on: tuple[str, str], able: tuple[str, str]) -> Harness
         ("nccl", GPUS, ("gloo nccl nvshmem", "gloo nvshmem"), ("gloo", "nvshmem")),
         ("nvshmem", GPUS, ("gloo nccl", "gloo nccl nvshmem"), ("gloo", "nccl")),
         ("nccl", GPUS, ("gloo nccl", "gloo nvshmem"), ("gloo", "")),
-        ("nixl", GPUS, ("gloo nixl", "gloo nixl"), ("nixl", "")),
+        ("nixl", GPUS, ("gloo nixl", "gloo nixl"), ("nixl", "nixl")),
         ("nixl", GPUS, ("gloo nixl", "gloo"), ("gloo", "")),
     ],
 )

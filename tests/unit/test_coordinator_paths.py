@@ -37,7 +37,7 @@ def paths(report: object) -> list[tuple[str, ...]]:
         (("", "GPU-a"), ALONE, True, ("main memory", "GPU", "pinned", "")),
         (("GPU-a", ""), ALONE, True, ("GPU", "main memory", "pinned", "")),
         (("GPU-a", "GPU-a"), ALONE, True, ("GPU", "same GPU", "same GPU, one kernel", "")),
-        (("GPU-a", "GPU-a"), ALONE, False, ("GPU", "same GPU", "same GPU, tensor operations", NO_TRITON)),
+        (("GPU-a", "GPU-a"), ALONE, False, ("GPU", "same GPU", "tensor operations", NO_TRITON)),
         (("GPU-a", "GPU-b"), LINKED, True, ("GPU", "other GPU", "peer GPU, one kernel", "")),
         (("GPU-a", "GPU-b"), ALONE, True, ("GPU", "other GPU", "pinned windows", APART)),
         (("GPU-a", "GPU-b"), LINKED, False, ("GPU", "other GPU", "pinned windows", NO_TRITON)),
@@ -57,9 +57,9 @@ def test_the_path_within_a_node_depends_on_both_memories_and_on_the_node(on, lan
     ("on", "path", "reason"),
     [
         (("", ""), "shared memory", ""),
-        (("GPU-a", "GPU-a"), "same GPU, tensor operations", CONVERTED),
-        (("GPU-a", "GPU-b"), "pageable memory, tensor operations", CONVERTED),
-        (("", "GPU-a"), "pageable memory, tensor operations", CONVERTED),
+        (("GPU-a", "GPU-a"), "tensor operations", CONVERTED),
+        (("GPU-a", "GPU-b"), "tensor operations", CONVERTED),
+        (("", "GPU-a"), "tensor operations", CONVERTED),
     ],
 )
 def test_converted_elements_take_a_path_of_their_own(on: tuple[str, str], path: str, reason: str) -> None:

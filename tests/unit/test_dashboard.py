@@ -6,9 +6,10 @@ import re
 import threading
 from html.parser import HTMLParser
 
+import pytest
 from msgspec import structs
 
-from refitd.errors import TransportError
+from refitd.errors import RefusedError, TransportError
 from refitd.protocol.reports import HistoryEntry
 from refitd_cli import dashboard
 from refitd_cli.commands.dashboard import Latest
@@ -145,6 +146,20 @@ def test_a_daemon_that_is_away_leaves_what_was_shown_and_says_so():
     assert latest.shown.problem == ""
 
 
+def test_the_page_starts_while_no_daemon_answers():
+    client = Flaky()
+    client.away = True
+    latest = Latest(Session(lambda _: client), None)
+    latest.refresh()
+    assert "No answer yet; tried at" in fragment(latest.shown) and "no coordinator answers" in fragment(latest.shown)
+    client.away = False
+    latest.refresh()
+    assert "serving" in fragment(latest.shown) and "No answer" not in fragment(latest.shown)
+    client.status_result = RefusedError("not admitted")
+    with pytest.raises(RefusedError):
+        Latest(Session(lambda _: client), None).refresh()
+
+
 def test_a_plan_that_takes_long_does_not_keep_the_status_from_being_asked():
     begun, goes_on = threading.Event(), threading.Event()
 
@@ -167,9 +182,9 @@ def test_a_plan_that_takes_long_does_not_keep_the_status_from_being_asked():
     assert (latest.opened.part(where) or ("", False))[1]
 
 
-def test_without_a_daemon_it_ends_with_the_reason():
-    ran = run(TransportError("no daemon runs in /run/refitd"), "dashboard")
-    assert (ran.status, ran.stdout, ran.stderr) == (1, "", "refitctl: no daemon runs in /run/refitd\n")
+def test_a_program_that_may_not_ask_ends_with_the_reason():
+    ran = run(RefusedError("the daemon belongs to another user"), "dashboard")
+    assert (ran.status, ran.stdout, ran.stderr) == (1, "", "refitctl: the daemon belongs to another user\n")
 
 
 def test_an_empty_cluster_has_a_page():

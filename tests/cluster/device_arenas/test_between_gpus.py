@@ -1,4 +1,4 @@
-"""Two daemons with `service = "nccl"` or "nvshmem": versions travel from GPU to GPU, each by its own worker."""
+"""Two daemons with `service = "nccl"`, "nvshmem" or "nixl": versions travel from GPU to GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.gpu_tensors import DEADLINES, Tensors, allocated, copy_into, 
 class Fleet:
     """Four source ranks on n0, the last in main memory; on n1 target ranks on two GPUs, and one in main memory.
 
-    The rows of the last source rank cross over gloo, all others between GPUs. A third replica holds one tensor in
+    The rows of the last source rank cross in the lanes, all others between GPUs. A third replica holds one tensor in
     MXFP8 on a GPU.
     """
 
@@ -85,10 +85,11 @@ class Fleet:
         self.engine.close()
 
 
-@pytest.mark.parametrize("service", ["nccl", "nvshmem"])
-def test_weights_cross_between_gpus_and_from_main_memory_over_gloo(
+@pytest.mark.parametrize("service", ["nccl", "nvshmem", "nixl"])
+def test_weights_cross_between_gpus_and_from_main_memory_in_the_lanes(
     service: str, gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon]
 ) -> None:
+    in_lanes = "nixl" if service == "nixl" else "gloo"
     config = DEADLINES + f'[transport]\nservice = "{service}"\n'
     n0 = start_daemon(config)
     n1 = start_daemon(config, name="n1", joins=n0.endpoint)
@@ -104,7 +105,7 @@ def test_weights_cross_between_gpus_and_from_main_memory_over_gloo(
         assert model.last_swap is not None and operator.plan("policy").paths == model.last_swap.paths
         ways = {(way.source, way.target): way.path for way in model.last_swap.paths}
         assert ways["GPU", "GPU of another node"] == service
-        assert ways["main memory", "GPU of another node"] == "gloo through main memory"
+        assert ways["main memory", "GPU of another node"] == f"{in_lanes} through main memory"
     fleet.swap(2)
 
     victim = n1.node_of("n1").workers[1]

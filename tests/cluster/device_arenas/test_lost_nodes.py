@@ -50,7 +50,7 @@ class Fleet:
             del self.live[replica], self.targets[replica]
 
 
-@pytest.mark.parametrize("service", [pytest.param("nccl", marks=pytest.mark.slow), "nvshmem"])
+@pytest.mark.parametrize("service", [pytest.param("nccl", marks=pytest.mark.slow), "nvshmem", "nixl"])
 def test_a_killed_node_is_named_the_others_serve_and_its_successor_takes_part(
     service: str, gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon]
 ) -> None:

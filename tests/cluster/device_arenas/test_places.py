@@ -102,6 +102,7 @@ def test_sharded_replicas_on_two_gpus_and_in_main_memory_get_every_byte(
                 ways = {(way.source, way.target): way for way in report.paths}
                 assert ways.keys() == {("GPU", "same GPU"), ("GPU", "other GPU"), ("GPU", "main memory")}
                 assert sum(way.bytes for way in ways.values()) == report.bytes
+                assert {*report.gpu_paths} == {way.path for way in ways.values()}, "workers take the plan's paths"
                 assert "cannot address each other" in ways["GPU", "other GPU"].reason
                 for lease in leases:
                     lease.wait(20)

@@ -130,6 +130,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     "refitd.copy_services.cuda": {"DeviceStream": Stream},
     "refitd.copy_services.nccl": {"DeviceStream": Stream, "Peers": _NcclPeers, "make_current": make_current},
     "refitd.copy_services.nvshmem": {"DeviceStream": Stream, "make_current": make_current},
+    "refitd.copy_services.nixl": {"DeviceStream": Stream, "make_current": make_current},
     "refitd.copy_services.waits": {"DeviceStream": Stream},
     "refitd.describe.memory": {"gpu_of": gpu_of},
     "refitd.daemon.lanes": {"SYSFS": Path(os.environ.get("FAKE_SYSFS", "/sys"))},
