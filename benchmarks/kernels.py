@@ -83,10 +83,11 @@ def cases() -> Iterator[Case]:
     from refitd.mxfp8 import kernels
 
     for variant in kernels.variants():
-        is_aligned = variant.vector > 1
-        ends = "aligned" if is_aligned else "any address"
-        name = f"{variant.rounding}, {ends}, {64 if variant.is_wide else 32}-bit offsets"
-        yield Case("quantize", name, is_aligned, kernels.quantize_kernel, variant.signature, variant.constants)
+        called = "quantize + digest" if variant.has_sums else "quantize"
+        name = f"{variant.rounding}, vectors of {variant.vector}, {64 if variant.is_wide else 32}-bit offsets"
+        arguments = variant.signature, variant.constants(digests.BLOCK_WORDS)
+        keys = (64,) if variant.has_sums else ()  # those of the scales
+        yield Case(called, name, variant.vector == 8, kernels.quantize_kernel, *arguments, parameter_loads=keys)
     for placed in digest_kernel.variants():
         ends = "aligned" if placed.is_aligned else "words aligned" if placed.is_whole else "any address"
         signature, constants = placed.signature(digests.BLOCK_WORDS), placed.constants(digests.BLOCK_WORDS)
@@ -94,8 +95,10 @@ def cases() -> Iterator[Case]:
     for way in copy_kernel.variants():
         kind, does = way.kind, "compares" if way.is_check else "copies"
         name = f"{does}, units of {kind.unit}, {'contiguous' if kind.is_flat else 'strided'}"
-        arguments = way.signature, way.constants
-        yield Case("copy", name, kind.unit == 16, copy_kernel.copy_kernel, *arguments, parameter_loads=(32, 64))
+        yield Case(
+            *("copy", name, kind.unit == 16, copy_kernel.copy_kernel, way.signature, way.constants),
+            parameter_loads=(32, 64),
+        )
 
 
 def compiled(case: Case, capability: int) -> Compiled:

@@ -24,7 +24,6 @@ _LEGACY_STREAM = 1  # CU_STREAM_LEGACY
 _HAS_VMM = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 _HAS_POSIX_FD = 103  # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
 _HAS_RDMA = 110  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
-_HAS_READ_ONLY_PINS = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 _HAS_FABRIC = 128  # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
 _INVALID_VALUE, OUT_OF_MEMORY, _NO_DEVICE, _INVALID_DEVICE = 1, 2, 100, 101
 _NOT_PERMITTED, _NOT_SUPPORTED = 800, 801
@@ -260,10 +259,6 @@ class Context:
         finally:
             with suppress(ArenaError):  # the work in the block is done, and must not seem to have failed
                 self.let_go()
-
-    def has_read_only_pins(self) -> bool:
-        """Return whether memory that is mapped for reading only can be pinned for this device."""
-        return self._can(_HAS_READ_ONLY_PINS)
 
     def keep(self) -> None:
         """Retain the context until `let_go`, because its mappings end with it."""

@@ -119,8 +119,6 @@ class Pin:
         Raises:
             ArenaError: the driver or the kernel refuses.
         """
-        if not arena.writable and not gpu.context.has_read_only_pins():
-            raise ArenaError(f"GPU {gpu.index} cannot pin memory that is mapped for reading only")
         self.is_open = False
         self._gpu = gpu
         try:

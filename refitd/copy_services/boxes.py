@@ -28,6 +28,8 @@ _DIMS = 3  # dimensions of an entry, around its contiguous range
 _MOST_UNITS = 1 << 30  # index arithmetic of the kernel has 32 bits
 _LEAST_BODY = 16  # units that are worth entries of their own
 
+_ENDS = {side: tuple(f"{side}_{name}" for name in ("arena", "offset", "stride")) for side in ("src", "dst")}
+
 Dim = tuple[int, int, int]  # count, source stride, destination stride; strides in bytes
 
 
@@ -68,13 +70,12 @@ def rows(copies: CopyList, sizes: Mapping[int, int], written: set[int]) -> Itera
     Raises:
         TransportError: a copy leaves its arena, writes to a read-only one, or has an unknown conversion.
     """
-    for row in range(len(copies)):
-        size, element = copies.size[row].tolist(), int(copies.element_size[row])
-        cast = int(copies.cast[row])
+    columns = ("size", "element_size", "cast", *_ENDS["src"], *_ENDS["dst"])
+    listed = zip(*(getattr(copies, name).tolist() for name in columns), strict=True)
+    for row, (size, element, cast, *ends) in enumerate(listed):
         if cast and (cast not in CASTS or element != DESTINATION_SIZES[cast]):
             raise TransportError(f"copy {row}: conversion {cast} to elements of {element} bytes does not exist")
-        source = End(int(copies.src_arena[row]), int(copies.src_offset[row]), copies.src_stride[row].tolist())
-        destination = End(int(copies.dst_arena[row]), int(copies.dst_offset[row]), copies.dst_stride[row].tolist())
+        source, destination = End(*ends[:3]), End(*ends[3:])
         for end, held in ((source, SOURCE_SIZES[cast] or element), (destination, element)):
             nbytes = sizes.get(end.arena)
             if nbytes is None:

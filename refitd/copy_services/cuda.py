@@ -58,13 +58,17 @@ class CudaCopyService(MappedCopyService):
         sizes = {number: arena.nbytes for number, arena in used.items()}
         found = list(rows(copies, sizes, {number for number, arena in used.items() if arena.writable}))
         groups: dict[tuple[Path, int, int], list[Row]] = {}
+        ways: dict[tuple[int, int], Path] = {}  # of each pair of arenas
         for row in found:
-            source, destination = used[row.source.arena], used[row.destination.arena]
+            ends = row.source.arena, row.destination.arena
+            source, destination = used[ends[0]], used[ends[1]]
             if self._device not in (source.device, destination.device):
                 raise TransportError(
                     f"copy {row.row}: neither end is on GPU {self._device}, which this service copies on"
                 )
-            way = Path.TENSORS if row.cast else self._path(source, destination)
+            if ends not in ways:
+                ways[ends] = self._path(source, destination)
+            way = Path.TENSORS if row.cast else ways[ends]
             groups.setdefault((way, source.device, destination.device), []).append(row)
         parts = []
         for (way, here, there), some in groups.items():

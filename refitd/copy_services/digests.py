@@ -177,6 +177,11 @@ class DeviceDigests:
         self._authenticator = authenticator
         self._keys = (make_keys() if authenticator is None else make_secret_keys(authenticator)).to(device)
 
+    @property
+    def keys(self) -> torch.Tensor:
+        """The keys, int64, [2, BLOCK_WORDS], for kernels that add up sums while they write."""
+        return self._keys
+
     def new(self, about: bytes = b"") -> DeviceDigest:
         """Return an empty digest; a MAC also covers its subject `about`."""
         return DeviceDigest(self._keys, self._authenticator, about)

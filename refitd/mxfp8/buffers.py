@@ -259,7 +259,8 @@ def quantize(
     scale: torch.Tensor,
     rounding: Rounding,
     scratch: dict[str, Scratch] | None = None,
-) -> None:
+    keys: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
     """Convert bfloat16 or float32 values into existing uint8 data and row-major scales.
 
     Args:
@@ -268,6 +269,10 @@ def quantize(
         scale: uint8, one for every block.
         rounding: how scales are rounded.
         scratch: memory that the caller keeps between calls; its pages are touched once.
+        keys: of `copy_services.digests`, if sums are wanted; the tensors are then matrices.
+
+    Returns:
+        With keys, the digests' sums of data and scales.
     """
     words, name = _WORDS[values.dtype]
     if values.device.type != "cpu":
@@ -275,14 +280,16 @@ def quantize(
             raise RefusedError(f"values are {dtype_name(values.dtype)}; on {values.device} only bfloat16 is converted")
         from refitd.mxfp8 import kernels
 
+        found: list[torch.Tensor] = []
         for value, code, row in _matrices(values.detach().view(words), data, scale):
-            kernels.quantize(value, code, row, rounding)
-        return
+            found += kernels.quantize(value, code, row, rounding, keys)
+        return found
     memory = {} if scratch is None else scratch
     if name not in memory:
         memory[name] = Scratch.of(name)
     for value, code, row in _matrices(values.detach().view(words), data, scale):
         fmt.quantize(value.numpy().view(name), code.numpy(), row.numpy(), rounding, memory[name])
+    return []
 
 
 def quantize_tiles(values: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:

@@ -1,12 +1,15 @@
 """MXFP8 on the device: one kernel that reads bfloat16 and writes elements and scales, without intermediate tensors.
 
 It uses the integer arithmetic of `format`. A program converts GROUP blocks, and a thread the elements of one vector.
-Two properties of the tensors choose the variant (`Variant`):
+The tensors choose the variant (`Variant`):
 
     vector     elements that begin at a multiple of their size in every row: 8 gives loads of 16 bytes and stores of 8;
-               1 is for tensors at any address and with any stride
+               1 is for tensors at any address and with any stride. A scale needs a whole block, and blocks begin where
+               the tensor does, so a misaligned tensor has no aligned body: it takes the largest vector that fits
     is_wide    whether offsets within a program need 64 bits: only with strides of 2**25 elements and more, and then the
                vector is 1
+    has_sums   whether the same pass adds up the digest of what it writes, as `copy_services.digests` defines it; the
+               digest of the memory proves later that the writes arrived. The tensors are then contiguous
 
 It has never run on a GPU. `tests/unit/test_kernels.py` compiles every variant; docs/gpu.md has the state of each part.
 """
@@ -14,7 +17,7 @@ It has never run on a GPU. `tests/unit/test_kernels.py` compiles every variant; 
 # no `from __future__ import annotations`: triton then reads every annotation as text, and `tl.constexpr` is one
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -26,9 +29,9 @@ if TYPE_CHECKING:
     import torch
 
 GROUP = 64  # blocks per program
-VECTORS = (8, 1)
+VECTORS = (8, 4, 2, 1)
 _INT32_MAX = 2**31 - 1
-_NAMES = ("words", "data", "scales", "count", "blocks", "words_step", "data_step", "scales_step")
+_NAMES = ("words", "data", "scales", "count", "blocks", "words_step", "data_step", "scales_step", "keys", "sums")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +41,25 @@ class Variant:
     rounding: Rounding
     vector: int
     is_wide: bool
+    has_sums: bool = False
 
-    @property
-    def constants(self) -> dict[str, Any]:
-        """The kernel's compile-time arguments."""
-        is_floor = self.rounding is Rounding.FLOOR
-        return {"IS_FLOOR": is_floor, "VECTOR": self.vector, "IS_WIDE": self.is_wide, "GROUP": GROUP}
+    def constants(self, block_words: int = 0) -> dict[str, Any]:
+        """Return the kernel's compile-time arguments for a number of words per block of the digest."""
+        return {
+            "IS_FLOOR": self.rounding is Rounding.FLOOR,
+            "VECTOR": self.vector,
+            "IS_WIDE": self.is_wide,
+            "HAS_SUMS": self.has_sums,
+            "BLOCK_WORDS": block_words,
+            "GROUP": GROUP,
+        }
 
     @property
     def signature(self) -> dict[str, str]:
         """The types of all arguments, for a compilation without tensors."""
         step = "i64" if self.is_wide else "i32"
-        types = ("*i16", "*u8", "*u8", "i32", "i32", step, step, step)
-        return dict(zip(_NAMES, types, strict=True)) | dict.fromkeys(self.constants, "constexpr")
+        types = ("*i16", "*u8", "*u8", "i32", "i32", step, step, step, "*i64", "*i64")
+        return dict(zip(_NAMES, types, strict=True)) | dict.fromkeys(self.constants(), "constexpr")
 
 
 def variants() -> Iterator[Variant]:
@@ -58,9 +67,16 @@ def variants() -> Iterator[Variant]:
     for rounding in Rounding:
         yield from (Variant(rounding, vector, is_wide=False) for vector in VECTORS)
         yield Variant(rounding, 1, is_wide=True)
+        yield from (Variant(rounding, vector, is_wide=False, has_sums=True) for vector in VECTORS)
 
 
-def quantize(words: "torch.Tensor", data: "torch.Tensor", scales: "torch.Tensor", rounding: Rounding) -> None:
+def quantize(
+    words: "torch.Tensor",
+    data: "torch.Tensor",
+    scales: "torch.Tensor",
+    rounding: Rounding,
+    keys: "torch.Tensor | None" = None,
+) -> "tuple[torch.Tensor, ...]":
     """Convert rows on their device, in the current stream.
 
     Args:
@@ -68,10 +84,17 @@ def quantize(words: "torch.Tensor", data: "torch.Tensor", scales: "torch.Tensor"
         data: [rows, columns], uint8; rows may be strided.
         scales: [rows, columns / 32], uint8.
         rounding: how scales are rounded.
+        keys: int64, [2, words per block] of `digests`, if the digests of data and scales are wanted. Both are then
+            contiguous, and there are fewer than 2**31 blocks of 32 elements.
+
+    Returns:
+        With keys, the digests' sums of data and of scales, each [blocks of the digest, 2].
     """
     blocks = words.shape[1] // BLOCK
+    if keys is not None:
+        return _quantize_and_digest(words, data, scales, rounding, keys)
     if not words.shape[0] * blocks:
-        return
+        return ()
     variant = _variant(words, data, scales, rounding)
     steps = words.stride(0) // variant.vector, data.stride(0) // variant.vector, scales.stride(0)
     rows = max(1, (_INT32_MAX - GROUP) // blocks)  # the number of blocks in one launch fits 32 bits
@@ -79,7 +102,26 @@ def quantize(words: "torch.Tensor", data: "torch.Tensor", scales: "torch.Tensor"
         here = slice(at, at + rows)
         count = words[here].shape[0] * blocks
         grid = (triton.cdiv(count, GROUP),)
-        quantize_kernel[grid](words[here], data[here], scales[here], count, blocks, *steps, **variant.constants)
+        ends = words[here], data[here], scales[here]
+        quantize_kernel[grid](*ends, count, blocks, *steps, scales, scales, **variant.constants())  # sums are unused
+    return ()
+
+
+def _quantize_and_digest(
+    words: "torch.Tensor", data: "torch.Tensor", scales: "torch.Tensor", rounding: Rounding, keys: "torch.Tensor"
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    block_words, blocks = keys.shape[1], words.shape[1] // BLOCK
+    assert data.is_contiguous() and scales.is_contiguous() and block_words % (GROUP * BLOCK // 4) == 0
+    variant = replace(_variant(words, data, scales, rounding), has_sums=True)
+    assert not variant.is_wide and scales.numel() < _INT32_MAX - GROUP
+    digested = triton.cdiv(data.numel(), 4 * block_words)
+    sums = keys.new_zeros(digested + triton.cdiv(scales.numel(), 4 * block_words), 2)
+    if scales.numel():
+        steps = words.stride(0) // variant.vector, data.stride(0) // variant.vector, scales.stride(0)
+        grid = (triton.cdiv(scales.numel(), GROUP),)
+        parts = words, data, scales, scales.numel(), blocks, *steps, keys, sums
+        quantize_kernel[grid](*parts, **variant.constants(block_words))
+    return sums[:digested], sums[digested:]
 
 
 def _variant(words: "torch.Tensor", data: "torch.Tensor", scales: "torch.Tensor", rounding: Rounding) -> Variant:
@@ -105,9 +147,13 @@ def quantize_kernel(  # type: ignore[no-untyped-def]  # triton reads annotations
     words_step,
     data_step,
     scales_step,
+    keys,
+    sums,
     IS_FLOOR: tl.constexpr,
     VECTOR: tl.constexpr,
     IS_WIDE: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """Convert GROUP of `count` blocks, of which every row has `blocks`; steps of words and data count vectors."""
@@ -155,3 +201,19 @@ def quantize_kernel(  # type: ignore[no-untyped-def]  # triton reads annotations
     written = (row * data_step * VECTOR + column)[:, None] + element
     tl.store(data + written, code.to(tl.uint8), mask=is_there[:, None])
     tl.store(scales + (row * scales_step + column // 32), scale.to(tl.uint8), mask=is_there)
+    if HAS_SUMS:
+        code = tl.where(is_there[:, None], code, 0)
+        scale = tl.where(is_there, scale, 0)
+        blocks_of_data = tl.cdiv(count * 8, BLOCK_WORDS)
+        _add(tl.reshape(code, (GROUP * 8, 4)), first * 8, keys, sums, BLOCK_WORDS, GROUP * 8)
+        _add(tl.reshape(scale, (GROUP // 4, 4)), first // 4, keys, sums + blocks_of_data * 2, BLOCK_WORDS, GROUP // 4)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add(values, at, keys, sums, BLOCK_WORDS: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add bytes, [WORDS, 4], to the sums of the digest's block that has them; the first one is byte 4 * `at`."""
+    word = tl.sum(values << (tl.arange(0, 4)[None, :] * 8), axis=1).to(tl.int64)
+    block = at // BLOCK_WORDS
+    key = tl.multiple_of(keys + (at - block * BLOCK_WORDS), 16) + tl.arange(0, WORDS)
+    tl.atomic_add(sums + block * 2, tl.sum(word * tl.load(key), axis=0))
+    tl.atomic_add(sums + block * 2 + 1, tl.sum(word * tl.load(key + BLOCK_WORDS), axis=0))

@@ -162,7 +162,6 @@ int cuDeviceGet(int *device, int ordinal) {
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
     switch (attribute) {
     case 102: case 103: *value = 1; break; /* memory management, descriptors */
-    case 113: *value = !is("FAKE_CUDA_PINS", "writable"); break;
     case 110: *value = !is("FAKE_CUDA_RDMA", "0"); break;
     case 128: *value = is("FAKE_CUDA_FABRIC", "1") || is("FAKE_CUDA_FABRIC", "refused"); break;
     default: return INVALID_VALUE;
@@ -249,9 +248,12 @@ int cuThreadExchangeStreamCaptureMode(int *mode) {
 int cuStreamCreate(uint64_t *stream, unsigned flags) {
     ENTER_UNSAFE();
     if (!depth) return INVALID_CONTEXT;
-    if (flags > 1 || stream_count == MAX) return INVALID_VALUE;
-    streams[stream_count] = (Stream){.live = 1, .gpu = stack[depth - 1] - 1, .non_blocking = (int)flags};
-    *stream = (uint64_t)stream_count++;
+    int made = 3;
+    while (made < stream_count && streams[made].live) made++;
+    if (flags > 1 || made == MAX) return INVALID_VALUE;
+    streams[made] = (Stream){.live = 1, .gpu = stack[depth - 1] - 1, .non_blocking = (int)flags};
+    stream_count = made < stream_count ? stream_count : made + 1;
+    *stream = (uint64_t)made;
     return OK;
 }
 
@@ -439,12 +441,13 @@ int cuMemAddressFree(uint64_t address, size_t size) {
 
 /* For tests: what this process has not given back yet. */
 int fakeCudaLeft(const char *what) {
-    int count = 0, of_events = !strcmp(what, "events"), of_streams = !strcmp(what, "streams"), of_handles = !strcmp(what, "handles"), of_contexts = !strcmp(what, "contexts");
+    int count = 0, of_events = !strcmp(what, "events"), is_blocking = !strcmp(what, "blocking streams");
+    int of_streams = is_blocking || !strcmp(what, "streams"), of_handles = !strcmp(what, "handles"), of_contexts = !strcmp(what, "contexts");
     Range *table = !strcmp(what, "mappings") ? mapped : !strcmp(what, "reservations") ? reserved
                  : !strcmp(what, "pins") ? pins : NULL;
     for (int i = 1; of_handles && i <= handle_count; i++) count += handles[i].live;
     for (int i = 1; of_events && i < event_count; i++) count += events[i].live;
-    for (int i = 3; of_streams && i < stream_count; i++) count += streams[i].live;
+    for (int i = 3; of_streams && i < stream_count; i++) count += streams[i].live && (!is_blocking || !streams[i].non_blocking);
     for (int i = 0; of_contexts && i < MAX_GPUS; i++) count += retained[i];
     for (int i = 0; table && i < MAX; i++) count += table[i].size != 0;
     return of_handles || of_contexts || of_events || of_streams || table ? count : -1;

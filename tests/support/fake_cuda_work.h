@@ -1,7 +1,8 @@
 /* The queued work of fake GPUs, their events, and main memory that is pinned for them; included by fake_cuda.c.
  *
  * Work runs as late as is legal: a stream advances only up to an event that is queried for the second time, or that
- * another stream waits for, or to its end when its context is synchronised, the youngest stream first.
+ * another stream waits for, or to its end when its context is synchronised, the youngest stream first. With
+ * FAKE_CUDA_ORDER "others", the first query of an event runs all that no event holds back on all other streams.
  */
 enum { FILL, COPY, RECORD, WAIT };
 enum { HOST = 1, DEVICE = 2, PORTABLE = 1, READ_ONLY_PIN = 8, MOST_PITCH = 0x7fffffff };
@@ -76,6 +77,25 @@ static void run(uint64_t stream, long until) { /* the work of a stream up to thi
                 break;
             }
         i = -1; /* the other stream's work has left the queue too */
+    }
+}
+
+static int is_pending(long record) {
+    for (int i = 0; i < queued_count; i++)
+        if (queued[i].kind == RECORD && queued[i].record == record) return 1;
+    return 0;
+}
+
+static void run_others(uint64_t stream) {
+    char is_blocked[MAX] = {0};
+    is_blocked[stream] = 1;
+    for (int i = 0; i < queued_count; i++) {
+        Work work = queued[i];
+        if (work.kind == WAIT && is_pending(work.record)) is_blocked[work.stream] = 1;
+        if (is_blocked[work.stream]) continue;
+        memmove(&queued[i], &queued[i + 1], (size_t)(--queued_count - i) * sizeof work);
+        perform(&work);
+        i--;
     }
 }
 
@@ -163,7 +183,10 @@ int cuEventQuery(uint64_t event) {
     if (failures[found->gpu]) return failures[found->gpu];
     for (int i = 0; i < queued_count; i++)
         if (queued[i].kind == RECORD && queued[i].record == found->record) {
-            if (!found->asked++) return NOT_READY;
+            if (!found->asked++) {
+                if (is("FAKE_CUDA_ORDER", "others")) run_others(queued[i].stream);
+                return NOT_READY;
+            }
             run(queued[i].stream, found->record);
             break;
         }
@@ -193,6 +216,10 @@ static int is_accessible(uint64_t at, size_t size, int writes) { /* whether this
     return reached >= at + size;
 }
 
+static void mark(Range *pin, unsigned flags) { /* the contexts that pinned memory is pinned for */
+    for (int i = 0; i < MAX_GPUS; i++) pin->access[i] = flags & PORTABLE || i == stack[depth - 1] - 1;
+}
+
 int cuMemHostRegister_v2(void *memory_at, size_t size, unsigned flags) {
     ENTER_UNSAFE();
     uint64_t at = (uint64_t)(uintptr_t)memory_at;
@@ -204,6 +231,7 @@ int cuMemHostRegister_v2(void *memory_at, size_t size, unsigned flags) {
     if (overlapping(pins, at, size)) return ALREADY_REGISTERED;
     if (!is_accessible(at, size, !(flags & READ_ONLY_PIN))) return INVALID_VALUE;
     *entry = (Range){.at = at, .size = size, .gpu = flags & READ_ONLY_PIN ? -1 : -2};
+    mark(entry, flags);
     return OK;
 }
 
@@ -225,6 +253,7 @@ int cuMemHostAlloc(void **memory_at, size_t size, unsigned flags) {
     if (*memory_at == MAP_FAILED) return OUT_OF_MEMORY;
     memset(*memory_at, 0xdd, size < 1 << 16 ? size : 1 << 16); /* stale bytes must not look like zeros */
     *entry = (Range){.at = (uint64_t)(uintptr_t)*memory_at, .size = size, .gpu = -3};
+    mark(entry, flags);
     return OK;
 }
 
@@ -240,7 +269,8 @@ int cuMemFreeHost(void *memory_at) {
 static int is_pinned(void *memory_at, size_t size, int writes) {
     uint64_t at = (uint64_t)(uintptr_t)memory_at;
     Range *pin = overlapping(pins, at, size);
-    return pin && at >= pin->at && at + size <= pin->at + pin->size && !(writes && pin->gpu == -1);
+    if (!pin || !depth || !pin->access[stack[depth - 1] - 1]) return 0;
+    return at >= pin->at && at + size <= pin->at + pin->size && !(writes && pin->gpu == -1);
 }
 
 int cuMemcpy2DAsync_v2(const Copy2D *c, uint64_t stream) {

@@ -47,6 +47,8 @@ def memory(found: Any) -> Any:
 def copier(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(copy_engines, "WINDOW_BYTES", 4096)
     made = SimpleNamespace(service=CudaCopyService(0), arenas={}, calls=calls)
+    kinds = ("streams", "blocking streams")
+    others = {kind: calls.left(kind)[kind] for kind in kinds}  # of other tests
 
     def ends(name: str) -> tuple[Any, Any]:
         source, destination = ENDS[name]
@@ -56,6 +58,7 @@ def copier(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleName
 
     made.ends = ends
     yield made
+    assert calls.left(*kinds)["blocking streams"] == others["blocking streams"]
     made.service.close()
     for found in made.arenas.values():
         assert getattr(found, "pin", None) is None or not found.pin.is_open
@@ -63,18 +66,20 @@ def copier(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleName
             found.close()
     made.arenas.clear()
     assert calls.left("pins", "streams", "events") == {
-        **dict.fromkeys(("handles", "reservations", "mappings", "pins", "streams", "events"), 0),
+        **dict.fromkeys(("handles", "reservations", "mappings", "pins", "events"), 0),
         "contexts": 1,
+        "streams": others["streams"],
     }
 
 
 @pytest.mark.parametrize("pins", ["", "refused"])
 @pytest.mark.parametrize("name", ENDS)
-@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize(("verify", "order"), [(False, "late"), (True, "late"), (True, "others")])
 def test_every_stride_arrives_and_nothing_else_changes(
-    copier: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: str, pins: str, verify: bool
+    copier: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: str, pins: str, verify: bool, order: str
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_PINS", pins)
+    monkeypatch.setenv("FAKE_CUDA_ORDER", order)
     source, target = copier.ends(name)
     rng = random.Random(7)
     expected, rows = target.copy(), []
@@ -206,8 +211,11 @@ def test_a_gpu_is_opened_to_another_one_only_where_the_driver_allows_it(
     copier.ends("to another GPU")
     found, other = copier.arenas[1], mapped(1)
     may = lambda: copier.calls.call("fakeCudaMay", ctypes.c_int(0), found.address)  # noqa: E731
-    assert not found.open_to(0) and not may()
+    monkeypatch.setattr("refitd.copy_services.cuda.has_kernels", lambda: True)
+    ends = copier.arenas[1], copier.arenas[2]
+    assert not found.open_to(0) and not may() and copier.service._path(*ends) is Path.WINDOWS
     monkeypatch.setenv("FAKE_CUDA_PEERS", "01")
+    assert copier.service._path(*ends) is Path.PEER and copier.service._path(*reversed(ends)) is Path.WINDOWS
     assert not copier.arenas[2].open_to(1)
     assert found.open_to(0) and found.open_to(0) and may() == 3
     found.exchange(other)

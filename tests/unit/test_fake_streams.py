@@ -147,6 +147,36 @@ def test_work_runs_late_and_only_as_far_as_an_event_needs_it(pinned: SimpleNames
     assert call("cuStreamDestroy_v2", late) == call("cuEventDestroy_v2", last) == 0
 
 
+def test_in_the_other_order_streams_run_before_the_one_that_is_asked(
+    pinned: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_ORDER", "others")
+    m, call = pinned, pinned.calls.call
+    m.memory[0][:ROOM] = b"x" * ROOM
+    early, held = (m.calls.made("cuStreamCreate", ctypes.c_uint(1)) for _ in range(2))
+    assert copied(m) == 0 == call("cuEventRecord", m.event, m.stream)
+    assert copied(m, stream=early, at=m.at + 4096) == 0 == call("cuStreamWaitEvent", held, m.event, 0)
+    assert copied(m, stream=held, at=m.at + 8192) == 0
+    assert call("cuEventQuery", m.event) == NOT_READY
+    assert [ctypes.string_at(m.at + at, 1) for at in (0, 4096, 8192)] == [b"\0", b"x", b"\0"]
+    assert call("cuCtxSynchronize") == 0
+    assert call("cuStreamDestroy_v2", early) == call("cuStreamDestroy_v2", held) == 0
+
+
+@pytest.mark.parametrize(("flags", "status"), [(0, VALUE), (1, 0)])
+def test_memory_that_is_pinned_for_one_gpu_is_pageable_for_others(
+    pinned: SimpleNamespace, flags: int, status: int
+) -> None:
+    m, call, context = pinned, pinned.calls.call, ctypes.c_void_p()
+    window = m.calls.made("cuMemHostAlloc", ROOM, flags)
+    assert copied(m, here=window) == 0
+    assert call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 1) == call("cuCtxPushCurrent_v2", context) == 0
+    assert copied(m, False, m.other_stream, here=window + 4096, src_pitch=128, dst_pitch=64) == status
+    call("cuCtxSynchronize")  # GPU 1 may not read the memory of GPU 0
+    assert call("cuCtxPopCurrent_v2", ctypes.byref(context)) == call("cuDevicePrimaryCtxRelease_v2", 1) == 0
+    assert call("cuCtxSynchronize") == call("cuMemFreeHost", window) == 0
+
+
 @pytest.mark.parametrize("flags", [0, 1])
 def test_a_copy_to_memory_that_its_gpu_may_not_write_fails_at_its_event(pinned: SimpleNamespace, flags: int) -> None:
     m, call = pinned, pinned.calls.call

@@ -195,6 +195,7 @@ def test_swizzled_scales_are_those_of_torchao() -> None:
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 COMPARE = """
 import numpy as np, torch
+from refitd.copy_services import digests
 from refitd.mxfp8 import format as fmt, kernels
 from tests.support.mxfp8 import every_amax, random_values
 
@@ -217,6 +218,24 @@ def check(words, rounding, skew=0, gap=8):
         assert (whole == 0x6E).all(), "bytes between rows changed"
     return variant.vector, variant.is_wide
 
+def check_sums(words, rounding, skew):
+    rows, columns = words.shape
+    read = torch.zeros(words.numel() + skew, dtype=torch.int16)[skew:].view(rows, columns).copy_(words)
+    found = [torch.zeros(rows, columns // width, dtype=torch.uint8) for width in (1, 32)]
+    whole = [torch.zeros_like(each) for each in found]
+    kernels.quantize(read, *whole, rounding)
+    keys = digests.make_keys(WORDS)
+    sums = kernels.quantize(read, *found, rounding, keys)
+    for each, other, got in zip(found, whole, sums, strict=True):
+        assert torch.equal(each, other), (words.shape, rounding, skew)
+        digest = digests.DeviceDigest(keys)
+        digest.update(each.view(-1))
+        assert torch.equal(got, digest.sums()), (words.shape, rounding, skew)
+    return len(sums[0]), len(sums[1])
+
+WORDS = 1024
+digests.BLOCK_WORDS, digests.BLOCK_BYTES = WORDS, 4 * WORDS
+
 every_word = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
 mixed = every_word[torch.randperm(len(every_word), generator=torch.Generator().manual_seed(1))]
 rows = torch.cat([every_word.view(-1, 32), mixed.view(-1, 32), every_amax().view(torch.int16)])
@@ -229,8 +248,10 @@ for rounding in fmt.Rounding:
     for columns in (32, 96, 5 * 32):
         words = some.reshape(-1)[: some.numel() // columns * columns].view(-1, columns)
         assert check(words, rounding) == (8, False)
-        for skew, gap in ((1, 8), (0, 3), (4, 6)):
-            assert check(words, rounding, skew, gap) == (1, False)
+        for skew, gap, vector in ((1, 8, 1), (0, 3, 1), (4, 6, 2), (4, 8, 4)):
+            assert check(words, rounding, skew, gap) == (vector, False)
+        assert min(check_sums(words, rounding, skew)[0] for skew in (0, 1, 4)) > 1
+    assert check_sums(mixed[:0].view(0, 96), rounding, 0) == (0, 0)
     kernels._INT32_MAX = 200  # offsets of 64 bits, and several launches
     assert check(some.view(-1)[:96 * 40].view(-1, 96), rounding) == (1, True)
     kernels._INT32_MAX = 2**31 - 1
@@ -242,6 +263,50 @@ print("same bytes")
 def test_the_kernel_writes_the_bytes_of_the_cpu_in_the_interpreter() -> None:
     ran = programs.run([sys.executable, "-c", COMPARE], env={**os.environ, "TRITON_INTERPRET": "1"})
     assert ran.stdout.strip() == "same bytes", ran.stderr
+
+
+CONVERSIONS = """
+import contextlib, torch
+from types import SimpleNamespace
+from refitd.addressing.copies import QUANTIZE, QUANTIZE_SWIZZLED, QUANTIZE_TILES, SWIZZLE, ConversionList
+from refitd.copy_services import DigestMismatch
+from refitd.mxfp8 import kernels
+from refitd.worker import device_conversions as conversions
+
+# on the CPU the kernel runs in the interpreter
+conversions.quantize = lambda values, data, scale, rounding, scratch, keys: kernels.quantize(
+    values.view(torch.int16), data, scale, rounding, keys
+)
+conversions.on_streams = lambda *arguments: contextlib.nullcontext()
+memory = torch.randint(0, 256, (1 << 17,), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+arena = SimpleNamespace(device=0, writable=True, nbytes=len(memory), tensor=memory)
+kinds = torch.tensor([QUANTIZE, QUANTIZE_SWIZZLED, SWIZZLE, QUANTIZE_TILES])
+one, none = torch.ones(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+places = [0, 8192, 25000, 65536], [32768, 36864, 0, 98304], [46000, 46128, 48000, 120000]
+sizes = torch.tensor([[1, 4096], [128, 64], [128, 128], [128, 128]])
+columns = (sizes, kinds, none, one, one, *map(torch.tensor, places))
+memory[65536:98304].view(torch.bfloat16).fill_(0.3)
+job = conversions.DeviceConversionJob(ConversionList(*(column.numpy() for column in columns)), {1: arena})
+assert job.run(verify=True, on_progress=lambda done: None).copies == 4
+
+def named(at):
+    def spoil(done):
+        if done == sum(job._bytes):
+            memory[at] += 1
+    try:
+        job.run(verify=True, on_progress=spoil)
+    except DigestMismatch as exc:
+        return str(exc).partition(":")[0]
+
+print([named(at) for at in (60000, 32768 + 4095, 46000 + 127, 36864 + 99, 46128 + 5, 48000 + 511, 98304 + 9, 120003)])
+"""
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton: pip install --no-deps triton")
+def test_data_and_scales_that_change_after_a_conversion_are_noticed() -> None:
+    ran = programs.run([sys.executable, "-c", CONVERSIONS], env={**os.environ, "TRITON_INTERPRET": "1"})
+    pieces = [0, 0, 1, 1, 2, 3, 3]
+    assert ran.stdout.strip() == str([None, *(f"conversion {piece}" for piece in pieces)]), ran.stderr
 
 
 def test_a_gpu_without_triton_is_refused_before_anything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
