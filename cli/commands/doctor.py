@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import resource
+import socket
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -254,6 +255,9 @@ def daemon(connect: Callable[[], ControlClient]) -> CheckResult:
         return CheckResult("daemon", "fail", str(exc))
     nodes = ", ".join(f"{node.node} (pid {node.pid}, {len(node.workers)} workers)" for node in report.nodes)
     found = f"answers; coordinator pid {report.coordinator_pid}; nodes: {nodes or 'none'}"
+    for node in report.nodes:
+        if node.host == socket.gethostname() and (used := [lane.card or "none" for lane in node.lanes]):
+            found += f"; network cards of the workers of {node.node}: {', '.join(used)}"
     problems = [*problem_lines(report)]
     return CheckResult("daemon", "warn" if problems else "ok", found, "; ".join(problems))
 

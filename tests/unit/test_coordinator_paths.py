@@ -78,6 +78,7 @@ def test_converted_elements_take_a_path_of_their_own(on: tuple[str, str], path: 
         ("gloo", ("", ""), "gloo", ("main memory", "main memory of another node", "gloo", "")),
         ("nixl", ("", ""), "gloo nixl", ("main memory", "main memory of another node", "nixl", "")),
         ("nccl", ("GPU-a", "GPU-a"), "gloo nccl", ("GPU", "GPU of another node", "nccl", "")),
+        ("nixl", ("GPU-a", "GPU-b"), "gloo nixl", ("GPU", "GPU of another node", "nixl", "")),
         ("nvshmem", ("GPU-a", "GPU-b"), "gloo nvshmem", ("GPU", "GPU of another node", "nvshmem", "")),
         *(
             (service, on, able, (*kinds, "gloo through main memory", "gloo moves main memory"))

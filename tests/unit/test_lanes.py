@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from refitd.daemon.lanes import Gpu, cpus_of, gpus_of, lanes_of, spot_of, variables
 from refitd.daemon.workers import Kit, Workers
 from refitd.errors import ConfigError
 from refitd.protocol import sidecar
-from refitd.protocol.reports import GpuStatus, LaneStatus, NodeStatus
+from refitd.protocol.reports import GpuStatus, LaneStatus, NodeStatus, StatusReport
 from refitd.testing import eventually
 from refitd_cli import view
 from refitd_cli.commands import doctor
 from tests.support import fake_cuda
+from tests.support.cli import FakeClient
 from tests.support.sysfs import Tree, dgx, gpu_address
 
 
@@ -164,6 +167,9 @@ def test_doctor_and_status_show_each_gpu_with_its_card(tmp_path: Path) -> None:
     assert (apart.state, apart.found) == ("warn", "no peer access: GPU-1 -> GPU-0")
     lanes = lanes_of([Gpu("GPU-0", gpu_address(0), (1,)), Gpu("GPU-1", "0000:ff:00.0")], 3, {}, tree.root)
     node = NodeStatus("n0", "h", 1, (), 0, 3, 30, lanes=tuple(lanes), gpus=(GpuStatus("GPU-0", 2, 20),))
+    here = structs.replace(node, host=socket.gethostname())
+    client = FakeClient(status_result=StatusReport(coordinator_pid=3, uptime_s=1.0, nodes=(here,), models=()))
+    assert doctor.daemon(lambda: client).found.endswith("workers of n0: mlx5_1, mlx5_0, mlx5_2")
     assert [*view._gpus(node)] == [
         ("n0", "0", "GPU-0", "2", "20 B", "0", "mlx5_1", "GPU-1"),
         ("n0", "1", "GPU-1", "0", "0 B", "unknown", "mlx5_0", "no other"),
