@@ -155,10 +155,10 @@ def wiring_of(turn: Turn, members: Iterable[Member], plan: LoadedPlan) -> Wiring
     epoch, service = plan.epoch, fleet.config.transport.service
     if epoch is not None:
         return Wiring(device_of, abilities, epoch.service, epoch.gpu_service, frozenset(plan.gpu_of))
+    in_lanes = HOST_SERVICE if service in GPU_ONLY else service
     if service in GPU_SERVICES and not plan.routed.relays.paths:
-        in_lanes = HOST_SERVICE if service in GPU_ONLY else service
         return Wiring(device_of, abilities, in_lanes, service, frozenset(device_of))
-    return Wiring(device_of, abilities, service)
+    return Wiring(device_of, abilities, in_lanes)
 
 
 def _ask(turn: Turn, membership: Membership, who: str | Waiter) -> Planned | None:
