@@ -1,19 +1,14 @@
-"""Daemons for tests, and the tests that a parallel run must keep in one process because they share processes."""
+"""The tests that a parallel run must keep in one process, because they share processes."""
 
 from __future__ import annotations
 
 import gc
 import os
-import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 import hypothesis
 import pytest
-
-from refitd.testing import Daemon
-from tests.support import passed_on
-from tests.support.names import SUFFIX
 
 # the time of an example depends on the machine
 hypothesis.settings.register_profile("refitd", deadline=None)
@@ -22,7 +17,7 @@ hypothesis.settings.load_profile("refitd")
 os.environ.pop("COLUMNS", None)  # xdist sets it, and commands here must not wrap their output
 
 pytest.register_assert_rewrite("tests.support")
-pytest_plugins = ["refitd.testing.fixtures"]
+pytest_plugins = ["refitd.testing.fixtures", "tests.support.passed_on"]
 
 # each starts a process pool or a cluster that its tests share, or would overload the machine if run in parallel
 SHARING = (
@@ -44,34 +39,6 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.collect()
         gc.freeze()
-
-
-@pytest.fixture(scope="session")
-def _shelf() -> Iterator[passed_on.Shelf]:
-    shelf = passed_on.Shelf()
-    yield shelf
-    shelf.close()
-
-
-@pytest.fixture
-def daemons(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _shelf: passed_on.Shelf
-) -> Iterator[passed_on.Start]:
-    """Return a function that starts connected daemons, or passes on those of an earlier test that left nothing."""
-    with _shelf.lend(request.node) as take:
-        monkeypatch.setenv(SUFFIX, f"-{zlib.crc32(request.node.nodeid.encode()):08x}")
-        yield take
-
-
-@pytest.fixture
-def daemon(request: pytest.FixtureRequest) -> Daemon:
-    """A daemon whose models only this test has if it names them by tests/support/names.py, or a daemon of its own."""
-    config = "[deadlines]\ncommit_s = 4.0\n"  # a short deadline for a rank that misses its commit point
-    if request.node.get_closest_marker("own_daemon"):
-        own: Daemon = request.getfixturevalue("start_daemon")(config)
-        return own
-    daemons: tuple[Daemon, ...] = request.getfixturevalue("daemons")(config)
-    return daemons[0]
 
 
 @pytest.hookimpl(optionalhook=True)

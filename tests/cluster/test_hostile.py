@@ -23,14 +23,16 @@ from refitd.protocol.codec import Decoder, encode
 from refitd.testing import Daemon, Engine, eventually, processes
 from tests.support.hostile import Figures, RawPeer, figures, fleet, refused
 from tests.support.keyed import Head, Nodes, joined
+from tests.support.names import policy
+from tests.support.passed_on import Start
 
 # The growth that a process may keep, because the allocator keeps freed memory.
 ROOM_BYTES = 96 << 20
 
 
 @pytest.fixture
-def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
-    return start_daemon()
+def daemon(daemons: Start) -> Daemon:
+    return daemons()[0]
 
 
 @pytest.fixture
@@ -112,9 +114,9 @@ def test_nobody_speaks_for_the_members_of_another_session(daemon: Daemon) -> Non
         with daemon.connect() as other:
             weights = {"w": torch.zeros(64, 64)}
             with pytest.raises(refitd.RefusedError, match="already registered by pid"):
-                other.register_source("policy", weights)
+                other.register_source(policy(), weights)
             with pytest.raises(refitd.RefusedError, match="already registered by pid"):
-                other.register_target("policy", weights, replica="a")
+                other.register_target(policy(), weights, replica="a")
 
 
 def test_arenas_are_handed_to_their_own_session_and_for_reading_where_that_is_enough(daemon: Daemon) -> None:
@@ -175,7 +177,7 @@ def test_a_million_small_frames_stop_nobody(daemon: Daemon) -> None:
                 peer.socket.send(frames[number % len(frames)])
                 if number % 250_000 == 100_000:
                     here.swap()
-            assert isinstance(peer.ask(local.GetPlan(model="policy")), plan_reports.PlanReport)
+            assert isinstance(peer.ask(local.GetPlan(model=policy())), plan_reports.PlanReport)
         watched.check()
         assert len(daemon.log()) < 1 << 20
 
@@ -187,7 +189,7 @@ def test_a_peer_that_asks_and_never_reads_has_its_answers_dropped(daemon: Daemon
         with RawPeer(daemon.directory) as peer:
             silent = peer.dealer()
             assert silent is not None
-            for request in (local.GetStatus(), local.GetDescription(model="policy"), local.StartSwap(model="none")):
+            for request in (local.GetStatus(), local.GetDescription(model=policy()), local.StartSwap(model="none")):
                 for _ in range(20_000):
                     peer.socket.send(encode(7, request))
             here.swap()
@@ -202,7 +204,7 @@ def test_messages_of_very_many_frames_are_dropped(daemon: Daemon) -> None:
             for _ in range(4):
                 peer.socket.send_multipart([b"x"] * 250_000)
                 here.swap()
-            assert isinstance(peer.ask(local.GetPlan(model="policy")), plan_reports.PlanReport)
+            assert isinstance(peer.ask(local.GetPlan(model=policy())), plan_reports.PlanReport)
         watched.check()
 
 
@@ -305,20 +307,20 @@ def test_key_is_bound_to_its_node_and_the_roles_of_its_clients(head: Head, nodes
     eventually(lambda: "may be node 'c', not 'b'" in claims.log(), f"and so does the daemon:\n{claims.log()}")
     weights = {"w": torch.zeros(64, 64)}
     with trains.connect() as trainer, serves.connect() as engine:
-        source = trainer.register_source("policy", weights)
-        target = engine.register_target("policy", {"w": torch.zeros(64, 64)}, replica="r")
+        source = trainer.register_source(policy(), weights)
+        target = engine.register_target(policy(), {"w": torch.zeros(64, 64)}, replica="r")
         source.publish(1)
         for act, role in (
-            (lambda: trainer.register_target("policy", weights, replica="x"), "engine"),
+            (lambda: trainer.register_target(policy(), weights, replica="x"), "engine"),
             (lambda: engine.register_source("other", weights), "trainer"),
-            (lambda: engine.swap("policy"), "operator or trainer"),
-            (lambda: engine.abort("policy"), "operator or trainer"),
+            (lambda: engine.swap(policy()), "operator or trainer"),
+            (lambda: engine.abort(policy()), "operator or trainer"),
         ):
             with pytest.raises(refitd.RefusedError, match=f"needs the role {role}.*security.allowed gives roles"):
                 act()
         assert "needs the role" in head.log()
         with Engine(target):
-            assert trainer.swap("policy", timeout=60).outcome == "committed"
+            assert trainer.swap(policy(), timeout=60).outcome == "committed"
 
 
 @pytest.mark.parametrize("role", ["engine", "trainer", "operator"])
@@ -327,10 +329,10 @@ def test_users_of_a_node_act_in_their_roles_only(start_daemon: Callable[..., Dae
     weights = {"w": torch.zeros(64, 64)}
     with daemon.connect() as client:
         attempts = {
-            "register_source": (lambda: client.register_source("policy", weights), {"trainer"}),
-            "register_target": (lambda: client.register_target("policy", weights, replica="r"), {"engine"}),
-            "swap": (lambda: client.swap("policy"), {"trainer", "operator"}),
-            "abort": (lambda: client.abort("policy"), {"trainer", "operator"}),
+            "register_source": (lambda: client.register_source(policy(), weights), {"trainer"}),
+            "register_target": (lambda: client.register_target(policy(), weights, replica="r"), {"engine"}),
+            "swap": (lambda: client.swap(policy()), {"trainer", "operator"}),
+            "abort": (lambda: client.abort(policy()), {"trainer", "operator"}),
         }
         for what, (attempt, roles) in attempts.items():
             try:
@@ -459,7 +461,7 @@ def test_a_daemon_obeys_no_coordinator_of_a_user_that_it_was_not_told_of(start_d
             daemon = start_daemon(ours, standalone=False)
             eventually(lambda: f"belongs to uid {other}" in daemon.log(), "the daemon has looked at who it is")
             with daemon.connect() as client, pytest.raises(refitd.TransportError, match=f"belongs to uid {other}"):
-                client.register_source("policy", {"w": torch.zeros(4)})
+                client.register_source(policy(), {"w": torch.zeros(4)})
             assert "event=coordinator " not in daemon.log()
         finally:
             theirs.terminate()

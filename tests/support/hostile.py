@@ -19,6 +19,7 @@ from refitd.protocol import local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION, Message
 from refitd.protocol.codec import Decoder, encode
 from refitd.testing import Daemon, Engine
+from tests.support.names import policy
 
 ANSWER_S = 60.0
 
@@ -107,8 +108,8 @@ class Fleet:
     def __init__(self, daemon: Daemon) -> None:
         self._trainer, self._engine = daemon.connect("trainer"), daemon.connect("engine")
         self._weights, self._live = {"w": torch.zeros(64, 64)}, {"w": torch.zeros(64, 64)}
-        self.source = self._trainer.register_source("policy", self._weights)
-        self.target = self._engine.register_target("policy", self._live, replica="a")
+        self.source = self._trainer.register_source(policy(), self._weights)
+        self.target = self._engine.register_target(policy(), self._live, replica="a")
         self._version = 0
 
     def swap(self) -> None:
@@ -117,7 +118,7 @@ class Fleet:
         self._weights["w"].fill_(self._version)
         self.source.publish(self._version)
         with Engine(self.target) as running:
-            assert self._trainer.swap("policy", self._version, timeout=ANSWER_S).outcome == "committed"
+            assert self._trainer.swap(policy(), self._version, timeout=ANSWER_S).outcome == "committed"
         assert not running.errors
         assert torch.all(self._live["w"] == self._version)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -108,3 +109,29 @@ def _started(made: object, config: str, workers: tuple[int, ...], started: list[
             "every node has its workers",
         )
         return Group(made, tuple(daemons), replace(client.status(), uptime_s=0.0), held(daemons))
+
+
+@pytest.fixture(scope="session")
+def _shelf() -> Iterator[Shelf]:
+    shelf = Shelf()
+    yield shelf
+    shelf.close()
+
+
+@pytest.fixture
+def daemons(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _shelf: Shelf) -> Iterator[Start]:
+    """Return a function that starts connected daemons, or passes on those of an earlier test that left nothing."""
+    with _shelf.lend(request.node) as take:
+        monkeypatch.setenv(SUFFIX, f"-{zlib.crc32(request.node.nodeid.encode()):08x}")
+        yield take
+
+
+@pytest.fixture
+def daemon(request: pytest.FixtureRequest) -> Daemon:
+    """A daemon whose models only this test has if it names them by tests/support/names.py, or a daemon of its own."""
+    config = "[deadlines]\ncommit_s = 4.0\n"  # a short deadline for a rank that misses its commit point
+    if request.node.get_closest_marker("own_daemon"):
+        own: Daemon = request.getfixturevalue("start_daemon")(config)
+        return own
+    daemons: tuple[Daemon, ...] = request.getfixturevalue("daemons")(config)
+    return daemons[0]
