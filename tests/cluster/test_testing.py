@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from refitd.testing import Cluster, Daemon, ProcessFailed, eventually, stopped
 from refitd.testing.daemon import joined
+from tests.support.passed_on import Shelf
 
 
 def test_a_daemon_that_cannot_start_is_named_with_its_reason_and_leaves_nothing() -> None:
@@ -49,3 +51,19 @@ def test_parts_of_a_cluster_are_killed_stopped_and_come_back() -> None:
             assert len(n0.workers()) == 1
         folder = cluster.folder
     assert not folder.exists()
+
+
+def test_a_daemon_is_passed_on_unless_something_is_left_in_it(request: pytest.FixtureRequest) -> None:
+    shelf, used, stays = Shelf(), [], []
+    for what in ("a version", "a client", "nothing"):
+        with shelf.lend(request.node) as take:
+            used += take()
+            stays.append(used[-1].connect())
+            if what == "a version":  # which is forgotten
+                stays[-1].register_source("m", {"w": torch.zeros(4)}).publish(1)
+            if what != "a client":
+                stays[-1].close()
+    assert used[0] is used[1] is not used[2] and not used[0].is_running and used[2].is_running
+    shelf.close()
+    stays[1].close()
+    assert not used[2].is_running

@@ -8,9 +8,10 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import pytest
-from msgspec.structs import replace
 
 from refitd import RefitdError
 from refitd.protocol.reports import StatusReport
@@ -30,7 +31,7 @@ class Group:
 
     made: object
     daemons: tuple[Daemon, ...]
-    status: StatusReport
+    status: object
     held: object
 
     def is_running(self) -> bool:
@@ -40,7 +41,7 @@ class Group:
         """Whether all that the test left is gone within LEAVES_S; versions of ended trainers are forgotten."""
         deadline = time.monotonic() + LEAVES_S
         with suppress(RefitdError), self.daemons[0].connect("tests") as client:
-            while (report := client.status()) and replace(report, uptime_s=0.0) != self.status:
+            while lasting(report := client.status()) != self.status:
                 if time.monotonic() > deadline:
                     return False
                 for model in report.models:
@@ -48,6 +49,20 @@ class Group:
                 time.sleep(0.02)
             return self.is_running() and held(self.daemons) == self.held
         return False
+
+
+def lasting(found: Any) -> Any:
+    """Return what a status says, without its times."""
+    match found:
+        case StatusReport():
+            return lasting(msgspec.to_builtins(found))
+        case dict():
+            return {key: lasting(value) for key, value in found.items()}
+        case list() | tuple():
+            return [lasting(value) for value in found]
+        case float():
+            return 0.0
+    return found
 
 
 def held(daemons: Sequence[Daemon]) -> object:
@@ -108,7 +123,7 @@ def _started(made: object, config: str, workers: tuple[int, ...], started: list[
             lambda: [all(node.workers) for node in client.status().nodes] == [True] * len(workers),
             "every node has its workers",
         )
-        return Group(made, tuple(daemons), replace(client.status(), uptime_s=0.0), held(daemons))
+        return Group(made, tuple(daemons), lasting(client.status()), held(daemons))
 
 
 @pytest.fixture(scope="session")
