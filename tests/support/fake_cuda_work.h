@@ -119,6 +119,10 @@ int cuMemsetD8Async(uint64_t at, unsigned char value, size_t size, uint64_t stre
     return add_work(stream, (Work){.kind = FILL, .at = at, .size = size, .value = value});
 }
 
+/* For tests: what other libraries of this process have queued; a synchronise of any context performs it. */
+static void (*others)(void);
+void fakeCudaOnSynchronize(void (*work)(void)) { others = work; }
+
 int cuCtxSynchronize(void) {
     ENTER();
     if (!depth) return INVALID_CONTEXT;
@@ -126,6 +130,7 @@ int cuCtxSynchronize(void) {
     for (int i = 0; i < stream_count; i++)
         if (streams[i].capture && streams[i].gpu == gpu) streams[i].capture = BROKEN, found = 1;
     if (found) return CAPTURE_UNSUPPORTED; /* in any mode: it would wait for what has not been launched */
+    if (others) others();
     for (int i = queued_count - 1; i >= 0; i--)
         if (queued[i].gpu == gpu) run(queued[i].stream, -1), i = queued_count;
     int status = failures[gpu];

@@ -87,8 +87,9 @@ class Fleet:
 
 @pytest.mark.parametrize("service", ["nccl", "nvshmem", "nixl"])
 def test_weights_cross_between_gpus_and_from_main_memory_in_the_lanes(
-    service: str, gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon]
+    service: str, gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("FAKE_CUDA_LATE", "1")
     in_lanes = "nixl" if service == "nixl" else "gloo"
     config = DEADLINES + f'[transport]\nservice = "{service}"\n'
     n0 = start_daemon(config)

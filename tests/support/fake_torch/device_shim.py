@@ -14,12 +14,13 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 # (owner, address, bytes, GPU) of memory on a fake GPU; it is freed with its owner
+is_late = False  # whether tensors on GPUs do their work late; in processes that a test starts, FAKE_CUDA_LATE says so
 _on_gpu: list[tuple[weakref.ref[Any], int, int, int]] = []
 
 
@@ -38,7 +39,8 @@ def tensor_at(address: int, nbytes: int, device: Any, owner: Any = None) -> Any:
 
     if owner is not None:
         _on_gpu.append((weakref.ref(owner), address, nbytes, device.index))
-    return torch.from_numpy(np.asarray(_Memory(address, nbytes, owner)))
+    found = torch.from_numpy(np.asarray(_Memory(address, nbytes, owner)))
+    return late().LateTensor.over(found) if is_late else found
 
 
 def put_on_gpu(tensor: Any, gpu: int) -> Any:
@@ -61,36 +63,28 @@ def gpu_of(tensor: Any) -> int:
     return next((gpu for _, start, nbytes, gpu in _on_gpu if start <= at < start + nbytes), -1)
 
 
-class Event:
-    """An event that is always complete: queued work runs immediately."""
+@dataclass(frozen=True)
+class Made:
+    """A value of PATCHES that needs torch: what this function returns."""
 
-    def query(self) -> bool:
-        return True
+    by: Callable[[], Any]
 
 
-class Stream:
-    """Replaces DeviceStream; runs each call immediately."""
+def late() -> Any:
+    """Return the module of late work; it imports torch."""
+    return importlib.import_module(f"{__package__}.late" if __package__ else "late")
 
-    handle = 0
 
-    def __init__(self, device: Any) -> None:
-        import torch
+def _staging() -> Any:
+    from refitd.copy_services.packed import PackedExchange
 
-        self.device = torch.device("cpu")
+    in_main_memory = PackedExchange._staging
 
-    @contextmanager
-    def work(self, deadline: Any, subject: str) -> Iterator[None]:
-        yield
+    def on_gpu(self: Any) -> Any:
+        found = in_main_memory(self)
+        return late().LateTensor.over(late().plain_of(found)) if is_late else found
 
-    @contextmanager
-    def queue(self) -> Iterator[None]:
-        yield
-
-    def mark(self) -> Event:
-        return Event()
-
-    def settle(self, deadline: Any, subject: str) -> None:
-        pass
+    return on_gpu
 
 
 current: dict[str, int] = {}  # "gpu": the current GPU, once there is one
@@ -98,7 +92,7 @@ current: dict[str, int] = {}  # "gpu": the current GPU, once there is one
 
 def queue_on(stream: int, work: Callable[[], None]) -> None:
     """Perform a library's work in the order of a stream."""
-    work()
+    late().queue_on(stream, work)
 
 
 def make_current(device: Any) -> Any:
@@ -127,11 +121,15 @@ class _NcclPeers:
 PATCHES: dict[str, dict[str, Any]] = {
     "refitd.buffers.cuda": {"tensor_at": tensor_at},
     "refitd.copy_services.registry": {"torch_cuda": lambda: "13.0"},
-    "refitd.copy_services.cuda": {"DeviceStream": Stream},
-    "refitd.copy_services.nccl": {"DeviceStream": Stream, "Peers": _NcclPeers, "make_current": make_current},
-    "refitd.copy_services.nvshmem": {"DeviceStream": Stream, "make_current": make_current},
-    "refitd.copy_services.nixl": {"DeviceStream": Stream, "make_current": make_current},
-    "refitd.copy_services.waits": {"DeviceStream": Stream},
+    "refitd.copy_services.cuda": {"torch": Made(lambda: late().Torch())},
+    "refitd.copy_services.nccl": {
+        "Peers": _NcclPeers,
+        "make_current": make_current,
+        "NcclService._staging": Made(_staging),
+    },
+    "refitd.copy_services.nvshmem": {"make_current": make_current},
+    "refitd.copy_services.nixl": {"make_current": make_current},
+    "refitd.copy_services.waits": {"torch": Made(lambda: late().Torch())},
     "refitd.describe.memory": {"gpu_of": gpu_of},
     "refitd.daemon.lanes": {"SYSFS": Path(os.environ.get("FAKE_SYSFS", "/sys"))},
     "refitd.client.arenas": {"gpu_of": gpu_of, "settle": lambda gpu: None},
@@ -166,9 +164,18 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        for name, value in self._changes.items():
-            getattr(module, name)  # a renamed attribute must fail here; otherwise the test would test the wrong code
-            setattr(module, name, value)
+        for at, name, value in _places(module, self._changes):
+            getattr(at, name)  # a renamed attribute must fail here; otherwise the test would test the wrong code
+            setattr(at, name, value)
+
+
+def _places(module: ModuleType, changes: dict[str, Any]) -> Iterator[tuple[Any, str, Any]]:
+    for path, value in changes.items():
+        *owners, name = path.split(".")
+        at: Any = module
+        for owner in owners:
+            at = getattr(at, owner)
+        yield at, name, value.by() if isinstance(value, Made) else value
 
 
 def install() -> None:
@@ -178,6 +185,6 @@ def install() -> None:
 
 def apply(replace: Callable[[ModuleType, str, Any], None]) -> None:
     """Change what this process has imported, by a function that undoes it later (monkeypatch.setattr)."""
-    for module, changes in PATCHES.items():
-        for name, value in changes.items():
-            replace(importlib.import_module(module), name, value)
+    for name, changes in PATCHES.items():
+        for at, attribute, value in _places(importlib.import_module(name), changes):
+            replace(at, attribute, value)

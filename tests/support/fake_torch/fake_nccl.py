@@ -13,6 +13,7 @@ import queue
 import threading
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,7 +58,7 @@ class ProcessGroupNCCL:
         self._has_met = False
         self._calls: list[tuple[bool, torch.Tensor, int]] = []
         self._counts: Counter[tuple[bool, int]] = Counter()
-        self._issued: queue.SimpleQueue[tuple[Work, list[tuple[bool, torch.Tensor, int]]]] = queue.SimpleQueue()
+        self._issued: queue.SimpleQueue[tuple[Work, list[tuple[bool, torch.Tensor, int]], Any]] = queue.SimpleQueue()
         threading.Thread(target=self._perform, daemon=True).start()
         self._is_over = threading.Event()
         threading.Thread(target=_beat, args=(self._store, self._is_over), daemon=True).start()
@@ -95,22 +96,23 @@ class ProcessGroupNCCL:
         self._calls = []
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> None:
-        self._calls.append((True, tensors[0], to))
+        self._calls.append((True, device_shim.late().plain_of(tensors[0]), to))
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> None:
-        self._calls.append((False, tensors[0], source))
+        self._calls.append((False, device_shim.late().plain_of(tensors[0]), source))
 
     def _end_coalescing(self) -> Work:
         if not self._has_met:
             raise RuntimeError("NCCL: the first call of a group needs every rank")
         self._check(*(tensor for _, tensor, _ in self._calls))
-        work = Work()
-        self._issued.put((work, self._calls))
+        work, stream = Work(), device_shim.late().current()
+        self._issued.put((work, self._calls, partial(stream.run, stream.issued)))
         return work
 
     def _perform(self) -> None:
         while True:
-            work, calls = self._issued.get()
+            work, calls, catch_up = self._issued.get()
+            catch_up()  # NCCL's stream waits for the caller's
             try:
                 work.failure = self._exchange(calls)
             except RuntimeError:
