@@ -35,15 +35,21 @@ ELEMENT_SIZES: dict[str, int] = {
     "complex64": 8,
     "complex128": 16,
 }
-# Blocks of 32 elements, which senders convert to MXFP8 (refitd.mxfp8.blocks). A plan has one element for each.
+# Blocks of elements, which senders convert to MXFP8 or FP8 (refitd.mxfp8.blocks). A plan has one element for each.
 BLOCK_SIZES: dict[str, int] = {
     "bfloat16[32]": 64,
     "float32[32]": 128,
-    "mxfp8.rceil.data": 32,
-    "mxfp8.rceil.scale": 1,
-    "mxfp8.floor.data": 32,
-    "mxfp8.floor.scale": 1,
+    "fp8.rceil.data": 32,
+    "fp8.rceil.scale": 1,
+    "fp8.floor.data": 32,
+    "fp8.floor.scale": 1,
+    "bfloat16[128x128]": 1 << 15,
+    "float32[128x128]": 1 << 16,
+    "fp8.tiles.data": 1 << 14,
+    "fp8.tiles.scale": 4,
 }
+# A block of these bytes is a tile: 128 rows of 128 elements, which have so many bytes each.
+TILE_ITEMS = {1 << 14: 1, 1 << 15: 2, 1 << 16: 4}
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:

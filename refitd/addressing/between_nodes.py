@@ -13,6 +13,7 @@ import numpy as np
 
 from refitd.addressing.copies import WorkList, cut, destination_addresses, equal_shares, source_addresses
 from refitd.addressing.places import Int64, Places
+from refitd.addressing.tiles import with_pitches
 from refitd.plan.table import CrossingTable
 
 
@@ -122,12 +123,13 @@ def transfers_of(
     mine = rows.lane == lane
     out = np.flatnonzero(mine & (rows.src_at == position))
     into = np.flatnonzero(mine & (rows.dst_at == position))
-    sent = rows.table.select(out)
+    every = with_pitches(rows.table)
+    sent = every.select(out)
     # a relay reads forwarded rows from the memory that received them
     src = source_addresses(sent, {**destinations, **sources})
-    dst = destination_addresses(rows.table.select(into), destinations)
+    dst = destination_addresses(every.select(into), destinations)
     both = np.concatenate([out, into])
-    table = rows.table.select(both)
+    table = every.select(both)
     return TransferList(
         is_send=np.concatenate([np.ones(len(out), np.int64), np.zeros(len(into), np.int64)]),
         peer=np.concatenate([rows.dst_at[out], rows.src_at[into]]),

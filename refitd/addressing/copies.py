@@ -21,11 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from refitd.addressing.places import Int64, Places, ShapeAndStrides, choose
+from refitd.addressing.tiles import with_pitches
 from refitd.buffers.layout import row_major_strides
-from refitd.dtypes import BLOCK_SIZES
+from refitd.dtypes import TILE_ITEMS
 from refitd.errors import TransportError
 from refitd.mxfp8.format import BLOCK, ROUNDINGS, TILE_ROWS, Rounding, swizzled_bytes
-from refitd.mxfp8.fp8 import tiles_shape
+from refitd.mxfp8.fp8 import TILE, tiles_shape
 from refitd.plan.columns import Columns, ranges
 from refitd.plan.table import BOXES, CopyTable, CrossingTable, FillTable, PlanTable, RegionTable
 
@@ -144,6 +145,7 @@ def address(
         KeyError: a tensor in the plan has no place.
         ValueError: a box cannot be addressed in its tensor.
     """
+    table = with_pitches(table)
     src, dst = source_addresses(table, sources), destination_addresses(table, destinations)
     copies = CopyList(
         size=table.size.astype(np.int64),
@@ -287,7 +289,7 @@ def destination_addresses(table: CopyTable, places: Mapping[int, Places]) -> Add
 
 
 def region_addresses(table: RegionTable, places: Places) -> Addresses:
-    """Return the memory addresses of one rank's regions; raises like `address`."""
+    """Return the memory addresses of one rank's regions, of a table `with_pitches`; raises like `address`."""
     t, rank = table, np.zeros(len(table), np.int32)
     return _addresses(t, t.element_size, rank, t.local, t.offset, t.stride, {0: places})
 
@@ -319,17 +321,27 @@ def _addresses(
         rows = order[begin:end]
         place, stride[rows] = _in_memory(forms[i][0], offsets[rows], strides[rows], table.size[rows])
         offset[rows] = found.offset[which[rows]] + place
+    for i, kind in enumerate(kinds.tolist()):
+        if sizes[kind % len(sizes)] in TILE_ITEMS:
+            stride[number == i, -1] = found.forms[kind // len(sizes)].strides[-2]
     return Addresses(arena=found.arena[which], offset=offset, stride=stride)
 
 
+_BLOCK_BYTES = {32, 64, 128, *TILE_ITEMS}
+
+
 def _form(form: ShapeAndStrides, es: int) -> tuple[ShapeAndStrides, int]:
-    """Return a form with the size of its elements; if these are blocks, in blocks.
+    """Return a form with the size of its elements; if these are blocks or tiles, in these.
 
     [256, 512] of 2 bytes, strides (1024, 2), in blocks of 64 bytes  ->  [256, 16], strides (1024, 64)
+    the same, in tiles of 32768 bytes                                ->  [2, 4], strides (131072, 256)
     """
-    if es not in BLOCK_SIZES.values() or es == 1:
+    if es not in _BLOCK_BYTES:
         return form, es
     *lead, step = form.strides
+    if es in TILE_ITEMS and step == TILE_ITEMS[es] and lead:
+        shape = *form.shape[:-2], *(n // TILE for n in form.shape[-2:])
+        return ShapeAndStrides(shape, (*lead[:-1], TILE * lead[-1], TILE * step)), es
     if step * BLOCK != es:
         raise ValueError(
             f"the last dimension of a tensor of shape {form.shape} is not contiguous, so its blocks cannot be "

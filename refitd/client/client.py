@@ -210,8 +210,9 @@ class Client(ArenaMemory, Operations):
             pg_collection: as in `register_source`.
             num_experts: as in `register_source`.
             names: as in `register_source`, if sources use other names than this module.
-            convert_on_send: receive MXFP8 tensors (dict values that are `MXFP8Buffer`) in MXFP8, half the bytes.
-                Sources may split such tensors only between blocks of 32. Otherwise bfloat16 arrives and is converted.
+            convert_on_send: receive quantized tensors (dict values that are `MXFP8Buffer` or `FP8Buffer`) as such, half
+                the bytes. Sources may split them only between blocks of 32, or tiles of 128 x 128. Otherwise bfloat16
+                arrives and is converted.
             cast: receive another floating type than these tensors have, and convert each element (round to nearest
                 even), as `ParameterMetadata.cast_from` declares for one tensor. A dtype ("float32") names the type that
                 sources offer. True waits, up to `timeout`, until the sources have registered, and uses their types.

@@ -13,7 +13,7 @@ from refitd.client.given import NONE, Keeps, Tensors, cuts_of, held_here, proble
 from refitd.client.ownership import WrittenMemory
 from refitd.client.tensors import TensorSet, fingerprint
 from refitd.describe.casts import FLOATING, cast_problem
-from refitd.describe.layout import canonical_name, tiles_of
+from refitd.describe.layout import canonical_name, global_shape_of, tiles_of
 from refitd.describe.memory import tensor_problem
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.renames import Names
@@ -21,7 +21,8 @@ from refitd.dtypes import dtype_name
 from refitd.errors import CommitError, PlanError, RefusedError
 from refitd.mxfp8.buffers import CheckedBuffer, held_of, holds_columns
 from refitd.mxfp8.format import Rounding
-from refitd.mxfp8.parts import DATA_DTYPE, SCALE_DTYPE, check_blocks, check_tiles, parts_of
+from refitd.mxfp8.fp8 import TILE
+from refitd.mxfp8.parts import DATA_DTYPE, SCALE_DTYPE, TILES, check_blocks, check_tiles, parts_of
 from refitd.protocol.shards import Conversion, DerivedTensor, HeldTensor, KeptTensor, shard_of, staged
 from refitd.text import shown
 
@@ -230,6 +231,13 @@ class TargetTensors(TensorSet):
             at, made = len(wire), len(held)
             rounding = found.rounding or Rounding.RCEIL
             names, shapes = (f"{m.name}.data", f"{m.name}.scale"), (tuple(m.shape), tuple(scale.shape))
+            whole = global_shape_of(m) or ()
+            is_sent = convert_on_send and not any(n % TILE for n in (*whole[-2:], *m.shape[-2:]))
+            if found.is_tiled and is_sent:
+                wire += parts_of(m, TILES)
+                held.append(HeldTensor(names[0], shapes[0], DATA_DTYPE, at))
+                held.append(HeldTensor(names[1], shapes[1], "float32", at + 1))
+                continue
             if found.is_tiled:
                 wire.append(m)
                 held += [HeldTensor(names[0], shapes[0], DATA_DTYPE), HeldTensor(names[1], shapes[1], "float32")]

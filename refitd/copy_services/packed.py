@@ -34,7 +34,7 @@ from refitd.copy_services import (
 )
 from refitd.copy_services.digests import DIGEST_BYTES, Digest, HostDigest
 from refitd.copy_services.peers import Peers
-from refitd.copy_services.pieces import ALIGNMENT, PackedMessage, Piece, TensorPiece, lay_out
+from refitd.copy_services.pieces import PackedMessage, Piece, TensorPiece, aligned, lay_out
 from refitd.copy_services.streams import (
     OFFER,
     InFlight,
@@ -131,7 +131,7 @@ class PackedExchange(ExchangeService):
         self._staging_limit = staging_bytes
         share = staging_bytes // (2 * WINDOW * max(1, len(peers) - 1))
         self._limit = message_bytes or max(MIN_MESSAGE_BYTES, min(MAX_MESSAGE_BYTES, share))
-        self._limit -= self._limit % ALIGNMENT
+        self._limit = aligned(self._limit)
         self._sends: dict[Line, dict[Key, Piece]] = {}
         self._receives: dict[Line, dict[Key, Piece]] = {}
         self._spare: list[torch.Tensor] = []

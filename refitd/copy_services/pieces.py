@@ -25,12 +25,14 @@ import numpy.typing as npt
 import torch
 
 from refitd.addressing.between_nodes import TransferList
+from refitd.addressing.tiles import extent_of, of_items
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import MappedDeviceArena
-from refitd.buffers.layout import extent
 from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
+from refitd.dtypes import TILE_ITEMS
 from refitd.errors import TransportError
 from refitd.mxfp8.blocks import Converter
+from refitd.mxfp8.fp8 import TILE
 
 # blocks of MXFP8 are void items
 _UNSIGNED: dict[int, npt.DTypeLike] = {
@@ -187,9 +189,10 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 class ArenaPiece(BoxPiece):
     """A strided box of an arena."""
 
-    def __init__(self, words: Words, cast: int, element: int, convert: Converter | None = None) -> None:
-        """`words` are the elements in the arena; `element` is their size in transit."""
-        super().__init__(words.size, cast, element, convert)
+    def __init__(self, words: Words, cast: int, element: int, convert: Converter | None = None, inner: int = 0) -> None:
+        """`words` are the elements in the arena, each of `inner` dimensions; `element` is their size in transit."""
+        self._shape = words.shape[: words.ndim - inner]
+        super().__init__(prod(self._shape), cast, element, convert)
         self._words = words
         self._flat: torch.Tensor | None = None
         if not cast and words.flags.c_contiguous:
@@ -208,21 +211,21 @@ class ArenaPiece(BoxPiece):
             self.pack(start, end, there := torch.empty(end - start, dtype=torch.uint8))
             out.copy_(there)
             return
-        place, at = out.numpy().view(_UNSIGNED[self._element]), 0
-        for index, count in boxes_between(self._words.shape, start // self._element, end // self._element):
+        place, at, item = out.numpy(), 0, self._element
+        for index, count in boxes_between(self._shape, start // item, end // item):
             words = self._words[index]
             if self._cast:
                 words = self._convert(self._cast, words)
-            np.copyto(place[at : at + count].reshape(words.shape), words)
-            at += count
+            np.copyto(place[at : at + count * item].view(words.dtype).reshape(words.shape), words)
+            at += count * item
 
     def unpack(self, start: int, end: int, found: torch.Tensor) -> None:
         """See Piece.unpack."""
-        place, at = found.cpu().numpy().view(_UNSIGNED[self._element]), 0
-        for index, count in boxes_between(self._words.shape, start // self._element, end // self._element):
+        place, at, item = found.cpu().numpy(), 0, self._element
+        for index, count in boxes_between(self._shape, start // item, end // item):
             words = self._words[index]
-            np.copyto(words, place[at : at + count].reshape(words.shape))
-            at += count
+            np.copyto(words, place[at : at + count * item].view(words.dtype).reshape(words.shape))
+            at += count * item
 
 
 class DevicePiece(BoxPiece):
@@ -258,14 +261,17 @@ class DevicePiece(BoxPiece):
             TransportError: offset or strides are not multiples of the element size.
         """
         word = min(held, 16)
-        if offset % word or any(step % word for step in stride):
+        (size, stride), (rows, pitches), item = of_items(size, stride, held)
+        steps = [*stride, *pitches[:1]]
+        if offset % word or any(step % word for step in steps):
             raise TransportError(f"elements of {held} bytes at byte {offset}, {stride} apart, cannot be read by a GPU")
         words = arena.tensor[: arena.nbytes // word * word].view(_DEVICE_WORDS[word])
-        steps = [step // word for step in stride]
         self._size, self._held = tuple(size), held
-        # blocks have one more dimension, of their words
-        inner = ([held // word], [1]) if held > word else ([], [])
-        self._words = words.as_strided([*size, *inner[0]], [*steps, *inner[1]], offset // word)
+        # blocks have one more dimension, of their words; tiles have two
+        wide = (item * rows[1] if rows else held) // word
+        last = ([wide], [1]) if held > word else ([], [])
+        shape = [*size, *rows[:1], *last[0]]
+        self._words = words.as_strided(shape, [*(step // word for step in steps), *last[1]], offset // word)
         super().__init__(prod(size), cast, element, convert, f" on {self._words.device}")
 
     def direct(self, start: int, end: int) -> torch.Tensor | None:
@@ -278,8 +284,10 @@ class DevicePiece(BoxPiece):
         """See Piece.pack."""
         for box, place in self._parts(start, end, out):
             if self._cast:
-                there = box.cpu().contiguous().view(torch.uint8).numpy().reshape(-1).view(_UNSIGNED[self._held])
-                place.copy_(torch.from_numpy(self._convert(self._cast, there).view(np.uint8)))
+                there = box.cpu().contiguous().view(torch.uint8).numpy().reshape(-1)
+                item = TILE_ITEMS.get(self._held)
+                there = there.view(_UNSIGNED[item or self._held]).reshape((-1, TILE, TILE) if item else -1)
+                place.copy_(torch.from_numpy(self._convert(self._cast, there).reshape(-1).view(np.uint8)))
             else:
                 place.view(box.dtype).view(box.shape).copy_(box)
 
@@ -332,21 +340,29 @@ def box_of(
     Raises:
         TransportError: it leaves the arena, or there is no such conversion.
     """
-    if not 0 <= cast < len(SOURCE_SIZES) or (cast and element != DESTINATION_SIZES[cast]) or element not in _UNSIGNED:
+    is_known = element in _UNSIGNED or element in TILE_ITEMS
+    if not 0 <= cast < len(SOURCE_SIZES) or (cast and element != DESTINATION_SIZES[cast]) or not is_known:
         raise TransportError(f"{what}: conversion {cast} to elements of {element} bytes does not exist")
     held = SOURCE_SIZES[cast] or element
-    end = offset + extent(size, stride, held)
+    end = offset + extent_of(size, stride, held)
     if offset < 0 or min(stride) < 0 or min(size) < 1 or end > arena.nbytes:
         raise TransportError(f"{what}: bytes {offset}..{end} leave an arena of {arena.nbytes} bytes")
     if not isinstance(arena, MappedArena):
         return DevicePiece(arena, offset, size, stride, held, cast, element, convert)
     # numpy ignores the strides of dimensions with one element when it checks for contiguity
-    words = np.ndarray(tuple(size), _UNSIGNED[held], arena.bytes.data, offset, tuple(stride))
-    return ArenaPiece(words, cast, element, convert)
+    (size, stride), inner, item = of_items(size, stride, held)
+    shape, strides = (*size, *inner[0]), (*stride, *inner[1])
+    words = np.ndarray(shape, _UNSIGNED[item], arena.bytes.data, offset, strides)
+    return ArenaPiece(words, cast, element, convert, len(inner[0]))
 
 
-# a multiple of every element size: each piece in a message can be viewed with its dtype
+# a multiple of every element size but tiles: each piece in a message can be viewed with its dtype
 ALIGNMENT = 32
+
+
+def aligned(nbytes: int) -> int:
+    """Return the largest size of a message, at most `nbytes`, that cuts no element."""
+    return nbytes - nbytes % (max(TILE_ITEMS) if nbytes >= max(TILE_ITEMS) else ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from refitd.addressing.copies import CopyList
+from refitd.addressing.tiles import extent_of, of_items
 from refitd.buffers.arena import MappedArena
-from refitd.buffers.layout import extent
 from refitd.copy_services import Capabilities, DigestMismatch, MappedCopyService, PreparedJob, RunResult
 from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
+from refitd.dtypes import TILE_ITEMS
 from refitd.errors import TransportError
 from refitd.mxfp8.blocks import Converter
 
@@ -134,11 +135,11 @@ class SharedMemoryService(MappedCopyService):
                 raise TransportError(f"copy {row}: arena {dst_arena} is mapped for reading only")
             origin = _checked(arenas, src_arena, src_at, size, src_stride, src_element, row)
             for box, src_skip, dst_skip in _boxes(size, src_stride, dst_stride, max(element, src_element)):
-                as_bytes = not cast and bool(box) and box[-1][1] == box[-1][2] == element
-                view = _view(target.bytes, dst_at + dst_skip, box, 2, element, as_bytes)
+                as_bytes = not cast and bool(box) and box[-1][1] == box[-1][2] == element and element not in TILE_ITEMS
+                view = _view(target.bytes, dst_at + dst_skip, box, 2, element, as_bytes, dst_stride[-1])
                 order = begins = target.address + dst_at + dst_skip
                 written = (row, view.nbytes, view, begins if view.flags.c_contiguous else 0)
-                source = _view(origin.bytes, src_at + src_skip, box, 1, src_element, as_bytes)
+                source = _view(origin.bytes, src_at + src_skip, box, 1, src_element, as_bytes, src_stride[-1])
                 source_at = origin.address + src_at + src_skip
                 if not source.flags.c_contiguous:
                     order, source_at = source_at, 0
@@ -196,7 +197,7 @@ def _checked(
     mapped = arenas.get(arena)
     if mapped is None:
         raise TransportError(f"copy {row}: arena {arena} is not mapped here")
-    end = offset + extent(size, stride, element)
+    end = offset + extent_of(size, stride, element)
     if offset < 0 or min(stride) < 0 or end > mapped.nbytes:
         raise TransportError(f"copy {row}: bytes {offset}..{end} leave arena {arena} of {mapped.nbytes} bytes")
     return mapped
@@ -241,10 +242,16 @@ def _cut(dims: list[_Dim], element: int) -> Iterator[tuple[list[_Dim], int, int]
             yield box, start * src + a, start * dst + b
 
 
-def _view(buffer: Bytes, offset: int, box: list[_Dim], side: int, element: int, as_bytes: bool) -> Elements:
-    """Return the box as an array over `buffer`; as bytes if the last dimension is contiguous at both ends."""
+def _view(buffer: Bytes, offset: int, box: list[_Dim], side: int, element: int, as_bytes: bool, pitch: int) -> Elements:
+    """Return the box as an array over `buffer`; as bytes if the last dimension is contiguous at both ends.
+
+    `pitch` is that of tiles, which add two dimensions.
+    """
     shape = [d[0] for d in box]
     strides = [d[side] for d in box]
+    if element in TILE_ITEMS:
+        _, inner, element = of_items([1], [pitch], element)
+        shape, strides = shape + inner[0], strides + inner[1]
     if as_bytes:
         shape[-1] *= element
         strides[-1] = 1

@@ -12,7 +12,7 @@ import xxhash
 
 from refitd.copy_services import DIRECT, Route
 from refitd.copy_services.digests import Digest, HostDigest
-from refitd.copy_services.pieces import ALIGNMENT, PackedMessage, Piece, PieceSpan, lay_out
+from refitd.copy_services.pieces import PackedMessage, Piece, PieceSpan, aligned, lay_out
 
 # A stream over a path has about PATH_MESSAGES messages of at least PATH_MESSAGE_BYTES: each relay adds the time of one.
 PATH_MESSAGES = 64  # as refitd.plan.relays predicts
@@ -74,7 +74,7 @@ def streams_of(halves: Mapping[Line, Mapping[Key, Piece]], limit: int, *, is_sen
         else:  # ids differ between hops, the order does not
             keys = sorted(noted, key=lambda key: -noted[key].nbytes)
             share = sum(piece.nbytes for piece in noted.values()) // PATH_MESSAGES
-            most = min(limit, max(PATH_MESSAGE_BYTES, share - share % ALIGNMENT))
+            most = min(limit, max(PATH_MESSAGE_BYTES, aligned(share)))
         pieces = [noted[key] for key in keys]
         messages = lay_out([piece.nbytes for piece in pieces], most)
         streams[position, route] = Stream(position, route, is_send, keys, pieces, messages, most)

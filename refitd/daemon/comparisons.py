@@ -12,6 +12,7 @@ import xxhash
 
 from refitd.addressing.copies import Addresses, region_addresses
 from refitd.addressing.places import Int64
+from refitd.addressing.tiles import of_items, with_pitches
 from refitd.buffers.blocks import DIGEST_BYTES, block_steps
 from refitd.commit.target_state import SpareStaged, step_of
 from refitd.daemon.commits import Commits
@@ -27,6 +28,7 @@ from refitd.daemon.digest_work import (
 )
 from refitd.daemon.effects import BaseOf, Effects, Proven, Replace, SeedOf
 from refitd.daemon.members import LocalMember, Offered, Proof
+from refitd.dtypes import TILE_ITEMS
 from refitd.errors import IllegalTransition, RefusedError
 from refitd.plan.table import RegionTable
 from refitd.protocol import cluster, sidecar
@@ -316,8 +318,13 @@ class _Spans:
     def __getitem__(self, number: int) -> sidecar.Span:
         row = int(self.row[number])
         element, arena = int(self._table.element_size[row]), int(self._at.arena[row])
-        shape, strides = _flattened(self._table.size[row].tolist(), self._at.stride[row].tolist(), element)
         first, count = int(self._first[number]), int(self._count[number])
+        size, stride = self._table.size[row].tolist(), self._at.stride[row].tolist()
+        if element in TILE_ITEMS:  # read the rows of tiles
+            (size, stride), ((rows, wide), (pitch, item)), _ = of_items(size, stride, element)
+            size, stride, element = [*size, rows], [*stride, pitch], wide * item
+            first, count = first * rows, count * rows
+        shape, strides = _flattened(size, stride, element)
         return sidecar.Span(arena, int(self._at.offset[row]), shape, strides, element, first, count)
 
 
@@ -377,7 +384,7 @@ class RegionDigests:
             table = RegionTable.from_wire(message.table)
             spans = []
             for holder, (member, offered) in zip(message.holders, held, strict=True):
-                mine = table.select(np.flatnonzero(table.holder == holder))
+                mine = with_pitches(table.select(np.flatnonzero(table.holder == holder)))
                 spans.append(_Spans(mine, region_addresses(mine, member.source_places(offered))))
         except (KeyError, ValueError) as exc:
             self._answer(

@@ -44,14 +44,18 @@ CASTS: dict[int, tuple[str, str]] = {
 }
 # the same for blocks of elements, which refitd.mxfp8.blocks converts
 BLOCK_CASTS: dict[int, tuple[str, str]] = {
-    5: ("bfloat16[32]", "mxfp8.rceil.data"),
-    6: ("bfloat16[32]", "mxfp8.rceil.scale"),
-    7: ("bfloat16[32]", "mxfp8.floor.data"),
-    8: ("bfloat16[32]", "mxfp8.floor.scale"),
-    9: ("float32[32]", "mxfp8.rceil.data"),
-    10: ("float32[32]", "mxfp8.rceil.scale"),
-    11: ("float32[32]", "mxfp8.floor.data"),
-    12: ("float32[32]", "mxfp8.floor.scale"),
+    5: ("bfloat16[32]", "fp8.rceil.data"),
+    6: ("bfloat16[32]", "fp8.rceil.scale"),
+    7: ("bfloat16[32]", "fp8.floor.data"),
+    8: ("bfloat16[32]", "fp8.floor.scale"),
+    9: ("float32[32]", "fp8.rceil.data"),
+    10: ("float32[32]", "fp8.rceil.scale"),
+    11: ("float32[32]", "fp8.floor.data"),
+    12: ("float32[32]", "fp8.floor.scale"),
+    13: ("bfloat16[128x128]", "fp8.tiles.data"),
+    14: ("bfloat16[128x128]", "fp8.tiles.scale"),
+    15: ("float32[128x128]", "fp8.tiles.data"),
+    16: ("float32[128x128]", "fp8.tiles.scale"),
 }
 PAIRS = ", ".join(f"{held} to {wanted}" for held, wanted in CASTS.values())
 # the types that can be cast

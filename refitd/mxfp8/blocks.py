@@ -1,11 +1,13 @@
-"""Conversions to MXFP8 by senders: a plan reads blocks of 32 elements, and writes their data or their scales.
+"""Conversions to MXFP8 and FP8 by senders: a plan reads blocks of elements, and writes their data or their scales.
 
 Workers convert a block when they read it, so half the bytes cross between nodes. In such a plan a block is one element:
 no copy cuts it, and every result equals that of converting the whole tensor.
 
     w, at a source                [256, 512] bfloat16    [256, 16] of 64 bytes
-    w|mxfp8.rceil.data, wanted    [256, 512] bytes       [256, 16] of 32 bytes
-    w|mxfp8.rceil.scale, wanted   [256, 16]  bytes       [256, 16] of 1 byte
+    w|fp8.rceil.data, wanted      [256, 512] bytes       [256, 16] of 32 bytes
+    w|fp8.rceil.scale, wanted     [256, 16]  bytes       [256, 16] of 1 byte
+
+For FP8 a block is a tile of 128 x 128, whose rows are apart in memory (`refitd.addressing.tiles`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,18 @@ from refitd.describe.metadata import ParameterMetadata, Roster
 from refitd.dtypes import dtype_name, element_size
 from refitd.errors import PlanError, RefusedError
 from refitd.mxfp8.format import BLOCK, Rounding, Scratch, quantize, scales_of
-from refitd.mxfp8.parts import MARK, SCALE_DTYPE, check_blocks, in_blocks, is_convertible, part_of, parts_of
+from refitd.mxfp8.fp8 import TILE, quantize_tiles
+from refitd.mxfp8.parts import (
+    DATA_DTYPE,
+    MARK,
+    TILES,
+    check_blocks,
+    check_tiles,
+    in_blocks,
+    is_convertible,
+    part_of,
+    parts_of,
+)
 
 _ROUND_TO_BFLOAT16 = cast_number("float32", "bfloat16") or 0
 
@@ -35,7 +48,8 @@ class Converter:
     def __call__(self, cast: int, words: Words) -> Words:
         """Return elements or blocks after the conversion with this number, in an array of equal shape.
 
-        Blocks are void items of the sizes in `refitd.describe.casts`. float32 is rounded to bfloat16 first.
+        Blocks are void items of the sizes in `refitd.describe.casts`; tiles are [..., 128, 128]. float32 is rounded to
+        bfloat16 first.
         """
         if cast not in BLOCK_CASTS:
             return converted(cast, words)
@@ -45,6 +59,13 @@ class Converter:
         flat = np.ascontiguousarray(words).reshape(-1).view(np.uint32 if is_wide else np.uint16)
         if is_wide:
             flat = converted(_ROUND_TO_BFLOAT16, flat)
+        if rounding == TILES:
+            tiles = flat.reshape(-1, TILE, TILE)
+            made, numbers = np.empty(tiles.shape, np.uint8), np.empty((len(tiles), 1, 1), np.float32)
+            for tile, code, number in zip(tiles, made, numbers, strict=True):
+                quantize_tiles(tile, code, number)
+            found = made if which == "data" else numbers.view(np.uint32)
+            return found.reshape(words.shape if which == "data" else words.shape[:-2])
         self._scratch = self._scratch or Scratch.of(np.uint16)
         if which == "scale":
             return scales_of(flat, Rounding(rounding), self._scratch).reshape(words.shape)
@@ -100,8 +121,8 @@ class _Reader:
     def _offered(self, meta: ParameterMetadata, rank: int) -> Iterator[ParameterMetadata]:
         roundings = {rounding for name in _names(meta) for rounding in self._roundings.get(name, ())}
         held = dtype_name(meta.dtype)
-        dtype = f"{held}[{BLOCK}]"
         for rounding in sorted(roundings) if is_convertible(held) else ():
+            dtype = f"{held}[{TILE}x{TILE}]" if rounding == TILES else f"{held}[{BLOCK}]"
             try:
                 parts = parts_of(replace(meta, owner_rank=rank), rounding)
             except RefusedError as exc:
@@ -109,7 +130,7 @@ class _Reader:
                 return
             for part in parts:
                 self._held |= dict.fromkeys(_names(part), dtype)
-                yield _in_blocks(replace(part, owner_rank=meta.owner_rank), dtype)
+                yield _in_blocks(replace(part, owner_rank=meta.owner_rank), dtype, rounding)
 
     def destinations(self, roster: Roster) -> Sequence[ParameterMetadata]:
         """Return a rank's destination descriptions, with the parts that sources make in blocks."""
@@ -127,20 +148,20 @@ class _Reader:
             return meta
         try:
             if part.which == "data":
-                check_blocks(replace(meta, owner_rank=rank))
+                (check_tiles if part.rounding == TILES else check_blocks)(replace(meta, owner_rank=rank))
             if meta.fill is not None:
                 raise RefusedError(f"{meta.name}: it is filled up with {meta.fill}, and blocks cannot be")
         except RefusedError as exc:
             self.problems.add(f"{exc}; convert it at the receivers (convert_on_send=False)")
             return meta
-        return replace(_in_blocks(meta, f"mxfp8.{part.rounding}.{part.which}"), cast_from=held)
+        return replace(_in_blocks(meta, f"fp8.{part.rounding}.{part.which}", part.rounding), cast_from=held)
 
 
-def _in_blocks(part: ParameterMetadata, dtype: str) -> ParameterMetadata:
+def _in_blocks(part: ParameterMetadata, dtype: str, rounding: str) -> ParameterMetadata:
     """Return a part's description with one element of this dtype for every block; scales are so already."""
-    if part.dtype == SCALE_DTYPE:
+    if part.dtype != DATA_DTYPE:
         return replace(part, dtype=dtype, element_size=element_size(dtype))
-    return in_blocks(part, dtype)
+    return in_blocks(part, dtype, rounding)
 
 
 def _names(meta: ParameterMetadata) -> list[str]:

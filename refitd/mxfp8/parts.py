@@ -1,10 +1,12 @@
-"""MXFP8 in descriptions: a bfloat16 tensor that its source converts travels as two tensors, data and scale.
+"""MXFP8 and FP8 in descriptions: a bfloat16 tensor that senders convert travels as two tensors, data and scale.
 
-    w                          [256, 512] bfloat16
-    w|mxfp8.rceil.data         [256, 512] float8_e4m3fn
-    w|mxfp8.rceil.scale        [256, 16]  uint8, one for every 32 elements of the last dimension
+    w                        [256, 512] bfloat16
+    w|fp8.rceil.data         [256, 512] float8_e4m3fn
+    w|fp8.rceil.scale        [256, 16]  uint8, one for every 32 elements of the last dimension
+    w|fp8.tiles.data         [256, 512] float8_e4m3fn
+    w|fp8.tiles.scale        [2, 4]     float32, one for every tile of 128 x 128
 
-The names contain the rounding of scales, so a plan never matches ends that round differently.
+The names contain the rounding of MXFP8's scales, or "tiles", so a plan never matches ends that convert differently.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from refitd.mxfp8.fp8 import TILE
 
 DATA_DTYPE, SCALE_DTYPE = "float8_e4m3fn", "uint8"
 # never part of a module's parameter name
-MARK = "|mxfp8."
+MARK = "|fp8."
+TILES = "tiles"
 
 
 @dataclass(frozen=True, slots=True)
 class MXFP8Part:
-    """A parsed part name: the tensor, the rounding of its scales, and "data" or "scale"."""
+    """A parsed part name: the tensor, the rounding of its scales or TILES, and "data" or "scale"."""
 
     tensor: str
     rounding: str
@@ -41,7 +44,7 @@ def part_of(name: str) -> MXFP8Part | None:
     """Return the parsed name of a part, None for any other name."""
     tensor, mark, rest = name.rpartition(MARK)
     rounding, _, which = rest.partition(".")
-    if not mark or rounding not in ROUNDINGS or which not in ("data", "scale"):
+    if not mark or rounding not in (*ROUNDINGS, TILES) or which not in ("data", "scale"):
         return None
     return MXFP8Part(tensor, rounding, which)
 
@@ -110,7 +113,7 @@ def parts_of(meta: ParameterMetadata, rounding: str) -> tuple[ParameterMetadata,
     if MARK in meta.name or MARK in canonical_name(meta):
         raise RefusedError(f"{meta.name}: {MARK!r} marks parts of MXFP8 tensors; give it another name")
     try:
-        check_blocks(meta)
+        (check_tiles if rounding == TILES else check_blocks)(meta)
     except RefusedError as exc:
         raise RefusedError(f"{exc}; or convert it at the receivers, which put such blocks together") from exc
     if meta.fill not in (None, 0.0):
@@ -138,46 +141,61 @@ def _part(meta: ParameterMetadata, rounding: str, which: str) -> ParameterMetada
         cast_from=None,
         cast_to=None,
     )
-    return in_blocks(part, SCALE_DTYPE) if which == "scale" else part
+    if which == "scale":
+        return in_blocks(part, "float32" if rounding == TILES else SCALE_DTYPE, rounding)
+    return part
 
 
-def in_blocks(meta: ParameterMetadata, dtype: str) -> ParameterMetadata:
-    """Return a description with one element, of this dtype, for every block of the described tensor."""
-    sizes = meta.partition_sizes
-    if sizes is not None and meta.partition_dim == len(meta.shape) - 1:
-        # sizes that end inside a block of 32 occur only in whole tensors (check_blocks); their blocks need no parts
-        sizes = None if any(size % BLOCK for size in sizes) else [size // BLOCK for size in sizes]
+def in_blocks(meta: ParameterMetadata, dtype: str, rounding: str = "") -> ParameterMetadata:
+    """Return a description with one element, of this dtype, for every block (or tile) of the described tensor."""
+    unit = (TILE, TILE) if rounding == TILES else (1, BLOCK)
+    sizes, dim = meta.partition_sizes, meta.partition_dim - len(meta.shape)
+    if sizes is not None and dim in (-1, -2):
+        # sizes that end inside a block occur only in whole tensors (check_blocks); their blocks need no parts
+        sizes = None if any(size % unit[dim] for size in sizes) else [size // unit[dim] for size in sizes]
     return replace(
         meta,
-        shape=_scale_shape(meta.shape),
+        shape=_shape_in(unit, meta.shape),
         dtype=dtype,
         element_size=element_size(dtype),
         partition_sizes=sizes,
-        tiles=None if meta.tiles is None else tuple(_scale_tile(tile) for tile in meta.tiles),
-        global_shape=_scale_shape(meta.global_shape) if meta.global_shape else meta.global_shape,
+        tiles=None if meta.tiles is None else tuple(_tile_in(unit, tile, meta.shape[-1]) for tile in meta.tiles),
+        global_shape=_shape_in(unit, meta.global_shape) if meta.global_shape else meta.global_shape,
     )
 
 
-def _scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return *shape[:-1], shape[-1] // BLOCK
+def _shape_in(unit: tuple[int, int], shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) < 2:
+        return *shape[:-1], shape[-1] // unit[1]
+    return *shape[:-2], -(-shape[-2] // unit[0]), -(-shape[-1] // unit[1])
 
 
-def _scale_tile(tile: Tile) -> Tile:
-    """Return the tile of a tile's scales; all its numbers divide, because it holds whole blocks."""
-    strides = [stride // BLOCK for stride in tile.local_stride[:-1]]
-    last = len(tile.size) - 1
+def _tile_in(unit: tuple[int, int], tile: Tile, columns: int) -> Tile:
+    """Return a tile that counts blocks; all its numbers divide, because it holds whole blocks.
+
+    Args:
+        unit: rows and columns of a block.
+        tile: the tile.
+        columns: of the local tensor.
+    """
+    rows, wide = unit
+    area, last = rows * wide, len(tile.size) - 1
+
+    def along(dim: int) -> int:
+        """Return the elements of a block along a dimension."""
+        return wide if dim == last else rows if dim == last - 1 else 1
+
+    strides = [stride * along(dim) // area for dim, stride in enumerate(tile.local_stride[:-1])]
+    local = tile.local_offset // wide
+    if rows > 1:
+        row, column = divmod(tile.local_offset, columns)
+        local = row // rows * -(-columns // wide) + column // wide
     repeat = tile.repeat
     if repeat is not None:
-        step = repeat.step // BLOCK if repeat.dim == last else repeat.step
-        repeat = Repeat(repeat.dim, repeat.count, step, repeat.local_step // BLOCK)
-    return Tile(
-        tile.tensor,
-        (*tile.offset[:-1], tile.offset[-1] // BLOCK),
-        _scale_shape(tile.size),
-        tile.local_offset // BLOCK,
-        (*strides, 1),
-        repeat,
-    )
+        each = wide if repeat.dim == last else area
+        repeat = Repeat(repeat.dim, repeat.count, repeat.step // along(repeat.dim), repeat.local_step // each)
+    offset = tuple(low // along(dim) for dim, low in enumerate(tile.offset))
+    return Tile(tile.tensor, offset, _shape_in(unit, tile.size), local, (*strides, 1), repeat)
 
 
 def _cut_block(tile: Tile) -> str:

@@ -17,6 +17,7 @@ from refitd.copy_services import MappedCopyService, PreparedJob
 from refitd.copy_services.parts import Part, PartsJob
 from refitd.copy_services.registry import Registry
 from refitd.describe.casts import BLOCK_CASTS
+from refitd.dtypes import TILE_ITEMS
 from refitd.errors import ArenaError, ConfigError, RefitdError
 
 if TYPE_CHECKING:
@@ -121,12 +122,13 @@ class Devices:
                 gpu[end == number] = mapped.device
         arenas: dict[int, MappedArena | MappedDeviceArena] = {**self._host_arenas, **mine}
         parts = []
-        is_of_blocks = np.isin(copies.cast, list(BLOCK_CASTS)) & (gpu >= 0)
+        is_of_blocks = np.isin(copies.cast, list(BLOCK_CASTS)) | np.isin(copies.element_size, list(TILE_ITEMS))
+        is_of_blocks &= gpu >= 0
         if is_of_blocks.any():
             from refitd.worker.device_conversions import BlockCopyJob
 
             rows = np.flatnonzero(is_of_blocks)
-            parts.append(Part(rows, BlockCopyJob(copies.select(rows), arenas)))
+            parts.append(Part(BlockCopyJob(copies.select(rows), arenas), rows))
         for index in np.unique(gpu[~is_of_blocks]).tolist():
             rows = np.flatnonzero((gpu == index) & ~is_of_blocks)
             service = in_main_memory if index < 0 else self._services[index]

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from refitd.buffers.cuda import MappedDeviceArena
 
 
+# of elements, of blocks, and of the rows of tiles
+_SIZES = (1, 2, 4, 8, 16, 64, 128, 256, 512)
 Arenas = Mapping[int, "MappedArena | MappedDeviceArena"]
 
 
@@ -59,7 +61,7 @@ def _parts(span: sidecar.Span, arenas: Arenas) -> Iterator[Elements]:
         raise TransportError(f"arena {span.arena} is not mapped here")
     end = span.offset + extent(span.shape, span.strides, span.element_size)
     inside = end <= arena.nbytes and span.first + span.count <= prod(span.shape)
-    if not inside or len(span.shape) != len(span.strides) or span.element_size not in (1, 2, 4, 8, 16, 64, 128):
+    if not inside or len(span.shape) != len(span.strides) or span.element_size not in _SIZES:
         raise TransportError(
             f"elements {span.first}..{span.first + span.count} of {list(span.shape)} at byte {span.offset} leave "
             f"arena {span.arena} of {arena.nbytes} bytes"

@@ -9,7 +9,7 @@ import torch
 
 import refitd
 from refitd import FP8Buffer, ParameterMetadata, Tile
-from refitd.testing import Daemon, Engine
+from refitd.testing import Daemon, Engine, eventually
 
 SHAPE = (448, 320)  # its last tiles are not whole
 EXPERTS = (2, 192, 128)
@@ -24,6 +24,35 @@ def once(values: torch.Tensor) -> FP8Buffer:
     buffer = FP8Buffer.empty(tuple(values.shape))
     buffer.quantize(values)
     return buffer
+
+
+def test_senders_that_convert_halve_what_crosses(start_daemon: Callable[..., Daemon]) -> None:
+    """Two source ranks hold each tensor, so digests of their tiles are compared; a third of a tensor has odd tiles."""
+    shapes = {"w": (256, 384), "experts": (2, 128, 256), "odd": (192, 256)}
+    full = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    n0 = start_daemon("[deadlines]\nplan_s = 30.0\n")
+    n1 = start_daemon(name="n1", joins=n0.endpoint)
+    with n0.connect() as trainer, n1.connect() as engine:
+        eventually(lambda: len(trainer.status().nodes) == 2, "every node has joined")
+        sources = [trainer.register_source("fp8", full, rank=rank, world_size=2) for rank in range(2)]
+        crossed = []
+        for version, on_send in enumerate((False, True), 1):
+            held = {name: FP8Buffer.empty(shape) for name, shape in shapes.items()}
+            target = engine.register_target("fp8", held, replica=f"{on_send}", convert_on_send=on_send)
+            with Engine(target):
+                for source in sources:
+                    source.publish(version)
+                report = trainer.swap("fp8", version, timeout=60)
+                assert trainer.verify("fp8", timeout=60).outcome == "proven"
+            for name, buffer in held.items():
+                assert torch.equal(buffer.data.view(torch.uint8), once(full[name]).data.view(torch.uint8))
+                assert torch.equal(buffer.scale, once(full[name]).scale)
+            crossed.append(report.crossing.crossed_bytes)
+            assert report.converted_bytes == (full["odd"].nbytes if on_send else sum(t.nbytes for t in full.values()))
+            target.close()
+        sent = full["w"].numel() + full["experts"].numel()
+        saved = sent - 4 * (sent >> 14)  # a scale has 4 bytes
+        assert abs(crossed[0] - crossed[1] - saved) < 64  # notes beside the messages
 
 
 @pytest.mark.parametrize("convert_on_send", [False, True], ids=["receiver", "sender"])

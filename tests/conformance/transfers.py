@@ -26,7 +26,7 @@ SIZES = {
 CASTS = (("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16"), ("float16", "float32"))
 # 32 elements as one, which a sender converts to MXFP8: the size of a source's block; (held, wanted), and wanted sizes
 BLOCKS = {"bfloat16[32]": 64, "float32[32]": 128}
-WANTED = {f"mxfp8.{r}.{part}": size for r in ("rceil", "floor") for part, size in (("data", 32), ("scale", 1))}
+WANTED = {f"fp8.{r}.{part}": size for r in ("rceil", "floor") for part, size in (("data", 32), ("scale", 1))}
 BLOCK_CASTS = tuple((held, wanted) for held in BLOCKS for wanted in WANTED)
 
 

@@ -116,10 +116,10 @@ def test_padding_of_zeros_is_padding_of_both_parts_and_other_is_refused() -> Non
 
 def test_names_of_parts_are_read_back_and_no_others() -> None:
     assert part_of(part_name("a.b", "floor", "scale")) == MXFP8Part("a.b", "floor", "scale")
-    for name in ("w", "w|mxfp8.", "w|mxfp8.up.data", "w|mxfp8.rceil.both", "w.rceil.data"):
+    for name in ("w", "w|fp8.", "w|fp8.up.data", "w|fp8.rceil.both", "w.rceil.data"):
         assert part_of(name) is None, name
     with pytest.raises(RefusedError, match="another name"):
-        parts_of(meta("w|mxfp8.x", (4, 32)), "rceil")
+        parts_of(meta("w|fp8.x", (4, 32)), "rceil")
 
 
 # --- pieces of work ---------------------------------------------------------------------------------------

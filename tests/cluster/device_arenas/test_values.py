@@ -119,6 +119,27 @@ def test_mxfp8_is_made_where_the_tensors_are(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("convert_on_send", [False, True], ids=["receiver", "sender"])
+@pytest.mark.parametrize("source_on", ["main", "gpu"])
+def test_fp8_is_made_where_the_tensors_are(daemon: Daemon, source_on: str, convert_on_send: bool) -> None:
+    full = {"w": torch.randn(256, 384).bfloat16()}
+    once = refitd.FP8Buffer.empty((256, 384))
+    once.quantize(full["w"])
+    if source_on == "gpu":
+        full = {"w": put_on_gpu(full["w"], 0)}
+    with daemon.connect() as client:
+        source = client.register_source("policy", full)
+        data, scale = put_on_gpu(torch.zeros(256, 384, dtype=torch.uint8), 0), put_on_gpu(torch.zeros(2, 3), 0)
+        live = {"w": refitd.FP8Buffer(data, scale)}
+        target = client.register_target("policy", live, replica="r", convert_on_send=convert_on_send)
+        report = go_live(client, source, 1, target)
+        assert (report.converted_bytes > 0) != convert_on_send
+        assert torch.equal(data, once.data.view(torch.uint8)) and torch.equal(scale, once.scale)
+        assert client.verify("policy", timeout=60).outcome == "proven"
+    gc.collect()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed_on", ["arena", "flip"])
 def test_what_lies_on_a_gpu_is_given_to_replicas_that_join(daemon: Daemon, seed_on: str) -> None:
     full = shards.whole(5)
