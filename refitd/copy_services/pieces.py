@@ -356,13 +356,14 @@ def box_of(
     return ArenaPiece(words, cast, element, convert, len(inner[0]))
 
 
-# a multiple of every element size but tiles: each piece in a message can be viewed with its dtype
-ALIGNMENT = 32
+# a multiple of every element size but blocks: each piece in a message can be viewed with its dtype
+ALIGNMENT = 16
+_BLOCK_BYTES, _TILE_BYTES = 32, max(TILE_ITEMS)
 
 
 def aligned(nbytes: int) -> int:
-    """Return the largest size of a message, at most `nbytes`, that cuts no element."""
-    return nbytes - nbytes % (max(TILE_ITEMS) if nbytes >= max(TILE_ITEMS) else ALIGNMENT)
+    """Return the largest size of a message, at most `nbytes`, that cuts no block, and no tile if one fits."""
+    return nbytes - nbytes % (_TILE_BYTES if nbytes >= _TILE_BYTES else _BLOCK_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +392,7 @@ class PackedMessage:
 def lay_out(sizes: Sequence[int], limit: int) -> list[PackedMessage]:
     """Return the messages for pieces of these sizes; skip empty pieces.
 
-    `limit` is the maximum size of a message in bytes, a multiple of ALIGNMENT.
+    `limit` is the maximum size of a message in bytes, which is `aligned`.
     """
     messages: list[PackedMessage] = []
     spans: list[PieceSpan] = []
