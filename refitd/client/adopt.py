@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from refitd.buffers.arena import MappedArena, is_left
+from refitd.buffers.cuda import is_capturing
 from refitd.buffers.layout import extent, packed_offsets
 from refitd.buffers.windows import LEAST, WindowedArena, most_windows, placed
 from refitd.client.arenas import Arena, Home, byte_strides, common_gpu, place_of, settle, view_of
@@ -152,6 +153,10 @@ class Adoption:
 
     def perform(self, arena: Arena) -> None:
         """Copy every part into the arena and point its tensors there; undo everything on failure."""
+        if self.gpu != HOST and is_capturing(self.gpu):  # the copies would be in the graph, and the wait would break it
+            raise RefusedError(
+                f"a CUDA graph is being captured on GPU {self.gpu}, and no tensor was moved; adopt after the capture"
+            )
         done: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             with torch.inference_mode(False), torch.no_grad():

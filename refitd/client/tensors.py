@@ -357,6 +357,18 @@ class TensorSet:
         """Return a GPU of the tensors that captures a CUDA graph; None if no GPU does. A wait would break the graph."""
         return next((gpu for gpu in self._on_gpus() if is_capturing(gpu)), None)
 
+    def check_no_capture(self, what: str) -> None:
+        """Refuse a call that waits for GPUs while one captures.
+
+        Raises:
+            RefusedError: a GPU of the tensors captures a CUDA graph; nothing was changed.
+        """
+        if (gpu := self.capturing_gpu()) is not None:
+            raise RefusedError(
+                f"{what}: a CUDA graph is being captured on GPU {gpu}, and nothing was changed; call again after the "
+                "capture"
+            )
+
     def _on_gpus(self) -> set[int]:
         if self._settled is not self.tensors:
             self._settled, self._gpus = self.tensors, {gpu_of(tensor) for tensor in self.tensors} - {HOST}

@@ -59,6 +59,7 @@ MUTANTS = [
         "return self._stream.work(deadline, self.peers.label(self.peers.index))",
         "return nullcontext()",
         (NCCL,),
+        "a worker runs its job on a stream of its own already (on_streams)",
     ),
     Mutant(
         "NCCL's call is over",
