@@ -9,7 +9,7 @@ import torch
 
 from refitd.copy_services.deltas import LONGEST_REST, NOTE_BYTES, Bytes, Comparison, Delta, Encoding, Note, apply
 from refitd.copy_services.packed import TAG, WINDOW, Move, PackedExchange
-from refitd.copy_services.pieces import PackedMessage, Piece
+from refitd.copy_services.pieces import ALIGNMENT, PackedMessage, Piece
 from refitd.copy_services.streams import InFlight, Stream, steps_of
 from refitd.errors import TransportError
 
@@ -133,8 +133,9 @@ class AnnouncedPipeline(Pipeline):
         return range(AHEAD) if number == _OPENING else range(number + AHEAD, number + AHEAD + 1)
 
     def _width(self, message: PackedMessage) -> int:
-        """Return the bytes of a word of a message: those of its smallest elements."""
-        return min(8, *(self.stream.pieces[span.piece].itemsize for span in message.spans))
+        """Return the bytes of a word of a message: those of its smallest elements; blocks consist of bytes."""
+        sizes = (self.stream.pieces[span.piece].itemsize for span in message.spans)
+        return min(8, *(1 if size > ALIGNMENT else size for size in sizes))
 
     def _bases(self, message: PackedMessage) -> dict[int, Piece]:
         """Return the base of each piece in a message; {} if one has none, or the peer has other bases."""

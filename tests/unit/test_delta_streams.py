@@ -19,13 +19,15 @@ from refitd.copy_services.deltas import Encoding, Note, Pace
 from refitd.copy_services.pieces import ArenaPiece, Base
 from refitd.copy_services.streams import InFlight, Stream
 from refitd.copy_services.windows import WindowExchange, _doing
-from refitd.describe.casts import converted
+from refitd.describe.casts import DESTINATION_SIZES, cast_number
 from refitd.errors import TransportError
+from refitd.mxfp8.blocks import Converter
 from tests.support.service_threads import SERVICES, TIMEOUT_S, ServiceThreads
 
 Words = np.ndarray
 MESSAGE_BYTES = 64 << 10
 FLOAT32_TO_BFLOAT16 = 1
+BLOCKS_TO_MXFP8 = cast_number("bfloat16[32]", "fp8.rceil.data") or 0
 
 
 class Ends(ServiceThreads):
@@ -53,7 +55,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
 
 def based(words: Words, base: Words, cast: int = 0, version: str = "v1") -> ArenaPiece:
     """Return a piece whose earlier version is `base`."""
-    element = 2 if cast else words.itemsize
+    element = DESTINATION_SIZES[cast] or words.itemsize
     piece = ArenaPiece(words, cast, element)
     piece.base = Base(piece if base is words else ArenaPiece(base, cast, element), version)
     return piece
@@ -62,8 +64,10 @@ def based(words: Words, base: Words, cast: int = 0, version: str = "v1") -> Aren
 @st.composite
 def boxes(draw: st.DrawFn) -> tuple[Words, Words, int, bool]:
     """Draw the new words, the base words, their conversion, and whether they are stored by columns."""
-    cast = draw(st.sampled_from([0, 0, FLOAT32_TO_BFLOAT16]))
-    kind = np.uint32 if cast else draw(st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64, np.complex128]))
+    cast = draw(st.sampled_from([0, 0, FLOAT32_TO_BFLOAT16, BLOCKS_TO_MXFP8]))
+    kind = {FLOAT32_TO_BFLOAT16: np.uint32, BLOCKS_TO_MXFP8: "V64"}.get(cast) or draw(
+        st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64, np.complex128])
+    )
     shape = draw(st.sampled_from([(1,), (37,), (40, 30), (131, 257), (3, 30_000), (1, 5, 7)]))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     before = random.integers(0, 256, int(np.prod(shape)) * np.dtype(kind).itemsize, np.uint8).view(kind).reshape(shape)
@@ -81,7 +85,7 @@ def test_what_arrives_is_what_was_sent(
     """Write over the base or `beside` it (as with exchanged arenas); contiguous or not, converted or not."""
     sent, received, wanted, places = [], [], [], []
     for number, (new, before, cast, in_columns) in enumerate(cases):
-        want, held = (converted(cast, words) if cast else words for words in (new, before))
+        want, held = (Converter()(cast, words) if cast else words for words in (new, before))
         if in_columns:
             held = np.asfortranarray(held)
         held = held.copy(order="K")
