@@ -15,7 +15,7 @@ import msgspec
 
 from refitd.errors import ConfigError
 from refitd.files import read_regular
-from refitd.text import flaw, unprintable
+from refitd.text import flaw, mismatch, unprintable
 
 Role = Literal["trainer", "engine", "operator"]
 LAST_PORT = (1 << 16) - 1
@@ -320,8 +320,10 @@ def _explained(problem: str, origins: Mapping[str, str], where: str) -> str:
         if origin != where
         and (f"{path}.".startswith(f"$.{key}.") or (f"$.{key}.".startswith(f"{path}.") and path != "$"))
     ]
+    place, sentence = mismatch(problem)
     return (
-        f"{', '.join(dict.fromkeys(found)) or where}: {problem}{hint}; configs/ has commented examples with every key"
+        f"{', '.join(dict.fromkeys(found)) or where}: {place or 'the file'}: {sentence}{hint}; "
+        "configs/ has commented examples with every key"
     )
 
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from refitd.errors import ConfigError
+from refitd.text import mismatch
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -114,7 +115,10 @@ def table(struct: type[S], values: Any, where: str, problems: list[str], **read_
         try:
             found[info.name] = msgspec.convert(value, info.type, strict=True)
         except msgspec.ValidationError as error:
-            problems.append(f"{at(where, key)}: {error}; found {shown(value)}")
+            inside, said = mismatch(str(error))
+            problems.append(
+                f"{at(where, key)}{inside and '.' * (inside[0] != '[') + inside}: {said}; found {shown(value)}"
+            )
         except RecursionError:
             problems.append(f"{at(where, key)}: too deeply nested")
     return struct(**found) if len(problems) == before else None

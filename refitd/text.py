@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -55,6 +56,28 @@ def shown(value: Any) -> str:
     except Exception:  # a foreign class's repr may raise; the error message must not be lost
         found = "..."
     return f"{found[:80]} ({type(value).__name__})"
+
+
+_TYPES = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false", "null": "nothing"}
+_TYPES |= {"array": "a list", "object": "a table", "bytes": "bytes"}
+
+
+def _in_words(kinds: str) -> str:
+    return " or ".join(_TYPES.get(kind, kind) for kind in kinds.split(" | "))
+
+
+def mismatch(problem: str) -> tuple[str, str]:
+    """Return (place, sentence) of a ValidationError of msgspec: "Expected `int`, got `str` - at `$.node.workers`".
+
+    The place is "node.workers", "" for the whole value.
+    """
+    said, _, place = problem.partition(" - at `")
+    said = re.sub(r"`([\w |]+)`", lambda found: _in_words(found[1]), said)
+    said = said.replace("Expected ", "expected ").replace(", got ", ", found ").replace(" of length", " with a length")
+    said = said.replace("matching regex", "that matches")
+    said = re.sub(r"Object (contains|missing) (unknown|required) field (.*)", r"\2 key `\3`", said)
+    said = re.sub("^required key", "missing key", said).replace("Invalid enum value", "unknown choice")
+    return place.rstrip("`").removeprefix("$").removeprefix("."), said
 
 
 def named(labels: Sequence[str]) -> str:

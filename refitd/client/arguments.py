@@ -15,7 +15,7 @@ from refitd.errors import RefitdError, RefusedError
 from refitd.protocol.base import Message
 from refitd.protocol.codec import encode
 from refitd.protocol.roles import check_names
-from refitd.text import shown
+from refitd.text import mismatch, shown
 
 if TYPE_CHECKING:
     from refitd.describe.metadata import ParameterMetadata
@@ -135,6 +135,5 @@ def encoded(number: int, message: Message) -> bytes:
         raise
     except Exception as exc:  # msgspec and Unicode each raise their own errors
         check_names(message)  # raises an error that names the field or tensor, if a name cannot be encoded
-        raise RefusedError(
-            f"{type(message).__name__} cannot be sent: {exc}; correct the argument of that name"
-        ) from exc
+        place, said = mismatch(str(exc))
+        raise RefusedError(f"{place or type(message).__name__}: {said}; correct the argument of that name") from exc

@@ -8,6 +8,7 @@ group calls it, in the same order.
 from __future__ import annotations
 
 import hmac
+import re
 import secrets
 import struct
 import time
@@ -348,9 +349,16 @@ def _translated(exc: RuntimeError, deadline: Deadline, subject: str, who: str) -
     return PeerLost(f"{subject}; {who} lost its connection ({said}); another rank's error may say why")
 
 
+_SOURCE_LINE = re.compile(r"\[?[\w./-]*/[\w.-]+\.(?:cc|cpp|cu|h|hpp):\d+\]?:?")
+
+
 def first_line(exc: BaseException) -> str:
-    """Return the first line of a library's error, or its type if it has no text."""
-    return (str(exc).splitlines() or [""])[0].strip() or type(exc).__name__
+    """Return the first line of a library's error, or its type if it has no text.
+
+    Places in the library's source, and characters outside ASCII, are removed: they tell users nothing.
+    """
+    line = _SOURCE_LINE.sub("", (str(exc).splitlines() or [""])[0])
+    return " ".join(line.encode("ascii", "ignore").decode().split()) or type(exc).__name__
 
 
 def _device(group: Any) -> torch.device:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import astuple
 
 from refitd.errors import PlanError
-from refitd.text import shown
+from refitd.text import mismatch, shown
 
 if TYPE_CHECKING:
     import torch
@@ -170,10 +170,10 @@ def _converted(meta: ParameterMetadata, values: tuple[Any, ...]) -> tuple[Any, .
     try:
         return _checked(given)
     except msgspec.ValidationError as exc:
-        why, place = _PLACE.fullmatch(str(exc)).groups()  # type: ignore[union-attr]
-        number = int(place)
+        number = int(_PLACE.fullmatch(str(exc))[2])  # type: ignore[index]
+        said = mismatch(str(exc))[1]
         raise PlanError(
-            f"{meta.name}: {_FIELDS[number]} is {shown(values[number])}: {why}; correct its ParameterMetadata"
+            f"{meta.name}: {_FIELDS[number]} is {shown(values[number])}, {said}; correct its ParameterMetadata"
         ) from None
 
 

@@ -22,6 +22,7 @@ from refitd.protocol import local
 from refitd.protocol.base import MAX_MESSAGE_BYTES
 from refitd.protocol.codec import Decoder
 from refitd.protocol.shards import Shard, metadata_of, shard_of
+from refitd.text import mismatch
 
 
 class Rank(enum.IntEnum):
@@ -151,7 +152,7 @@ def test_what_cannot_be_allocated_is_refused(wanted: Any) -> None:
 def test_what_no_message_may_hold_is_refused_by_whoever_says_it() -> None:
     wrong: list[Any] = [torch.tensor(0.0), np.int64(1), object(), "x", -1, None, 1 << 70, {1}]
     for value in wrong:
-        with pytest.raises(RefusedError, match="Withdraw cannot be sent: "):
+        with pytest.raises(RefusedError, match="(version|Withdraw): .*correct the argument of that name"):
             encoded(1, local.Withdraw(member="m", version=value))
     with pytest.raises(RefitdError, match="would take"):
         encoded(1, local.LiveChecked(member="m", check=1, digests=bytes(MAX_MESSAGE_BYTES)))
@@ -234,3 +235,18 @@ def test_a_stride_of_an_fc1_that_is_none_is_refused_by_its_name(wrong: Any) -> N
     module.linear_fc1.weight.partition_stride = wrong
     with pytest.raises(PlanError, match="partition_stride"):
         describe_module(module, 0, {"tp": [0, 1]})
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("Expected `int`, got `str` - at `$.node.workers`", ("node.workers", "expected a whole number, found a text")),
+        ("Expected `int` >= 1 - at `$.a[...]`", ("a[...]", "expected a whole number >= 1")),
+        ("Expected `str | null`, got `object`", ("", "expected a text or nothing, found a table")),
+        ("Object contains unknown field `x` - at `$.m`", ("m", "unknown key `x`")),
+        ("Object missing required field `x`", ("", "missing key `x`")),
+        ("Invalid enum value 'x' - at `$.m`", ("m", "unknown choice 'x'")),
+    ],
+)
+def test_mismatches_are_told_in_words(said: str, words: tuple[str, str]) -> None:
+    assert mismatch(said) == words

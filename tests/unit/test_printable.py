@@ -164,6 +164,7 @@ ASKED: dict[str, tuple[str, ...]] = {
     "verify": ("verify", "policy"),
     "history": ("history",),
     "status": ("status",),
+    "wait": ("wait", "--timeout", "0"),
     "watch": ("watch", "--count", "1"),
     "models": ("models",),
     "trace": ("trace", "policy", "--output", os.devnull),
@@ -206,7 +207,7 @@ def test_hostile_names_and_reasons_are_printed_as_they_are_or_escaped(command: s
     assert status == clean
     for shown in (stdout, stderr):
         assert all(char.isprintable() for char in shown if char != "\n"), shown
-    if command not in ("status", "watch", "models", "history", "swap", "rollback", "plan", "verify"):
+    if command not in ("status", "wait", "watch", "models", "history", "swap", "rollback", "plan", "verify"):
         # only table cells may wrap, so the number of lines equals that of harmless names
         assert len(stdout.splitlines()) == len(plain_out.splitlines())
         assert len(stderr.splitlines()) == len(plain_err.splitlines())

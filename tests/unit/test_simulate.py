@@ -132,7 +132,7 @@ def test_the_trace_is_as_long_as_the_swap() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("nic_gb_s = 0", "nic_gb_s: Expected `float` >= 1e-06"),
+        ("nic_gb_s = 0", "nic_gb_s: expected a number >= 1e-06"),
         ("nic_gb_s = 1\nrank_gb_s = 1\nmemory_gb_s = 1\nnics = 3", "nics: unknown key"),
         ("nic_gb_s = 1\nrank_gb_s = 1\nmemory_gb_s = 1\n[[nodes]]\nname = 'x'\nsend_gb_s = 0.0", "send_gb_s"),
         ("nic_gb_s = 1\nrank_gb_s = 1\nmemory_gb_s = 1\n[[nodes]]\nname = 'x'", "x sets no speed"),

@@ -333,3 +333,23 @@ def test_a_worker_that_met_nobody_keeps_no_descriptor_of_it(pair: tuple[socket.s
     decoder: Decoder[sidecar.FromWorker] = Decoder(sidecar.FromWorker, handoff.MAX_DATAGRAM)
     said = [decoder.decode(handoff.receive(there)[0])[1] for _ in range(8)]
     assert [type(message) for message in said] == [sidecar.LaneValue, sidecar.EpochJoined] * 4
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (
+            "[/__w/p/third_party/gloo/tcp/pair.cc:78] Connection closed by peer [::1]:5",
+            "Connection closed by peer [::1]:5",
+        ),
+        (
+            "\U0001f41b Gloo connectFullMesh failed with [../gloo/x.cc:14] no error\nmore",
+            "Gloo connectFullMesh failed with no error",
+        ),
+        ("", "RuntimeError"),
+    ],
+)
+def test_errors_of_a_library_are_shown_without_its_internals(said: str, shown: str) -> None:
+    from refitd.copy_services.peers import first_line
+
+    assert first_line(RuntimeError(said)) == shown
