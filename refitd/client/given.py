@@ -131,6 +131,11 @@ def matched_metadata(metadata: Any, named: Mapping[str, Any]) -> list[ParameterM
         if not isinstance(m, ParameterMetadata):
             raise RefusedError(f"metadata[{index}] is {shown(m)}, expected a ParameterMetadata")
         found = plain(m)
+        if found.is_tp and found.tiles is None and not found.tensor_parallel_group_ranks:
+            raise RefusedError(
+                f"{found.name}: is_tp is True, and tensor_parallel_group_ranks does not say over which ranks it is split; "
+                "give the ranks of its tensor-parallel group, in order, or is_tp=False"
+            )
         if found.name in described:
             raise RefusedError(f"{found.name}: metadata describes it twice; give one ParameterMetadata per tensor")
         described[found.name] = found

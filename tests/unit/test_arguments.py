@@ -128,6 +128,9 @@ def test_metadata_that_is_none_is_refused() -> None:
             TargetTensors({"w": torch.zeros(4)}, 0, wrong, None, None)  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match="w: metadata describes it twice"):
         TargetTensors({"w": torch.zeros(4)}, 0, [m, m], None, None)
+    m.is_tp = True
+    with pytest.raises(RefusedError, match="w: is_tp is True, and tensor_parallel_group_ranks"):
+        TargetTensors({"w": torch.zeros(4)}, 0, [m], None, None)
 
 
 @pytest.mark.parametrize(
