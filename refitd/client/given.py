@@ -133,8 +133,8 @@ def matched_metadata(metadata: Any, named: Mapping[str, Any]) -> list[ParameterM
         found = plain(m)
         if found.is_tp and found.tiles is None and not found.tensor_parallel_group_ranks:
             raise RefusedError(
-                f"{found.name}: is_tp is True, and tensor_parallel_group_ranks does not say over which ranks it is split; "
-                "give the ranks of its tensor-parallel group, in order, or is_tp=False"
+                f"{found.name}: is_tp is True, and tensor_parallel_group_ranks names no ranks; "
+                "give the ranks over which it is split, in order, or is_tp=False"
             )
         if found.name in described:
             raise RefusedError(f"{found.name}: metadata describes it twice; give one ParameterMetadata per tensor")

@@ -155,7 +155,7 @@ def test_what_cannot_be_allocated_is_refused(wanted: Any) -> None:
 def test_what_no_message_may_hold_is_refused_by_whoever_says_it() -> None:
     wrong: list[Any] = [torch.tensor(0.0), np.int64(1), object(), "x", -1, None, 1 << 70, {1}]
     for value in wrong:
-        with pytest.raises(RefusedError, match="(version|Withdraw): .*correct the argument of that name"):
+        with pytest.raises(RefusedError, match=r"(version|Withdraw): .*correct the argument of that name"):
             encoded(1, local.Withdraw(member="m", version=value))
     with pytest.raises(RefitdError, match="would take"):
         encoded(1, local.LiveChecked(member="m", check=1, digests=bytes(MAX_MESSAGE_BYTES)))
