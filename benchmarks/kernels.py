@@ -94,7 +94,8 @@ def cases() -> Iterator[Case]:
         yield Case("digest", ends, placed.is_aligned, digest_kernel.digest_kernel, signature, constants)
     for way in copy_kernel.variants():
         kind, does = way.kind, "compares" if way.is_check else "copies"
-        name = f"{does}, units of {kind.unit}, {'contiguous' if kind.is_flat else 'strided'}"
+        shape = f"{'contiguous' if kind.is_flat else 'strided'}{', skewed' if kind.is_skewed else ''}"
+        name = f"{does}, units of {kind.unit}, {shape}"
         yield Case(
             *("copy", name, kind.unit == 16, copy_kernel.copy_kernel, way.signature, way.constants),
             parameter_loads=(32, 64),

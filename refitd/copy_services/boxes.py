@@ -4,7 +4,8 @@
     box      4 ranges of 64 bytes, 128 apart at the source, 64 apart at the destination
     entry    the same in units: 4 ranges of 4 units of 16 bytes
 
-A box whose ends have one misalignment gets three entries: a head and a tail in small units, and a body in large ones.
+A misaligned box gets three entries: a head and a tail in small units, and a body in large ones. If its ends have
+different misalignments, each unit of the body is joined from two words of the source.
 """
 
 from __future__ import annotations
@@ -177,10 +178,17 @@ def box(row: Row) -> Box:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Kind:
-    """What all entries of a table have in common: bytes of a unit, and whether they have no dimensions."""
+    """What all entries of a table have in common.
+
+    Attributes:
+        unit: bytes of a unit.
+        is_flat: they have no dimensions.
+        is_skewed: their sources begin 1 to 3 bytes after a multiple of the unit, which is 4.
+    """
 
     unit: int
     is_flat: bool
+    is_skewed: bool = False
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -214,29 +222,32 @@ def entries(whole: Box) -> Iterator[tuple[Kind, Box]]:
         return
     wide = gcd(16, whole.source - whole.destination, *whole.strides)
     small = gcd(wide, whole.run, whole.source)
-    head = -whole.source % wide
-    body = (whole.run - head) // wide * wide
-    if small == wide or body < _LEAST_BODY * wide:
+    is_skewed = wide < 4 and gcd(4, *whole.strides) == 4
+    unit = 4 if is_skewed else wide
+    head = -whole.destination % unit
+    body = (whole.run - head) // unit * unit
+    if small == unit or body < _LEAST_BODY * unit:
         yield from _fitting(whole, small)
         return
-    for start, run, unit in ((0, head, small), (head, body, wide), (head + body, whole.run - head - body, small)):
+    tail = whole.run - head - body
+    for start, run, size in ((0, head, small), (head, body, unit), (head + body, tail, small)):
         if run:
-            yield from _fitting(replace(whole.moved(start, start), run=run), unit)
+            yield from _fitting(replace(whole.moved(start, start), run=run), size, is_skewed=is_skewed and run == body)
 
 
-def _fitting(part: Box, unit: int) -> Iterator[tuple[Kind, Box]]:
+def _fitting(part: Box, unit: int, *, is_skewed: bool = False) -> Iterator[tuple[Kind, Box]]:
     """Yield a box in pieces whose offsets, in units, the kernel's arithmetic can express."""
     unit = 4 if unit == 8 else unit
     most = _MOST_UNITS * unit
     if not part.dims:
         for at in range(0, part.run, most):
-            yield Kind(unit, True), replace(part.moved(at, at), run=min(most, part.run - at))
+            yield Kind(unit, True, is_skewed), replace(part.moved(at, at), run=min(most, part.run - at))
     elif max(part.nbytes, *(_reach(part, side) for side in (1, 2))) <= most:
-        yield Kind(unit, False), part
+        yield Kind(unit, False, is_skewed), part
     else:
         half = part.dims[0][0] // 2
-        yield from _fitting(part.part(0, half), unit)
-        yield from _fitting(part.part(half, part.dims[0][0]), unit)
+        yield from _fitting(part.part(0, half), unit, is_skewed=is_skewed)
+        yield from _fitting(part.part(half, part.dims[0][0]), unit, is_skewed=is_skewed)
 
 
 def _reach(part: Box, side: int) -> int:

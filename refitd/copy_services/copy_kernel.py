@@ -2,7 +2,8 @@
 
 Each box of the table has at most three dimensions around a contiguous range of bytes. `boxes.entries` makes it, and
 chooses the units in which the box is copied: 16 bytes where the addresses and strides of both ends allow it, otherwise
-4, 2 or 1. Boxes of one unit are launched together, any number of them. All index arithmetic has 32 bits.
+4, 2 or 1. If only the misalignments of the ends differ, a unit of 4 is joined from two words of the source. Boxes of
+one unit are launched together, any number of them. All index arithmetic has 32 bits.
 
 A comparison reads both ends again and counts the differing words of each row. It proves that the destination equals
 the source at that time, so it also finds a source that changed during the copy. A digest made while copying would only
@@ -23,6 +24,7 @@ import triton
 import triton.language as tl
 
 from refitd.copy_services.boxes import COLUMNS, UNITS, Kind
+from refitd.copy_services.digest_kernel import joined
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +46,7 @@ class Variant:
             "WORD_BITS": 8 * min(4, self.kind.unit),
             "LANES": max(1, self.kind.unit // 4),
             "IS_FLAT": self.kind.is_flat,
+            "IS_SKEWED": self.kind.is_skewed,
             "IS_CHECK": self.is_check,
             "UNITS": UNITS[self.kind.unit],
             "COLUMNS": COLUMNS,
@@ -58,9 +61,9 @@ class Variant:
 
 def variants() -> Iterator[Variant]:
     """Yield every variant that `launch` starts."""
-    for unit in UNITS:
+    for unit, is_skewed in (*((unit, False) for unit in UNITS), (4, True)):
         for is_flat in (True, False):
-            yield from (Variant(Kind(unit, is_flat), is_check) for is_check in (False, True))
+            yield from (Variant(Kind(unit, is_flat, is_skewed), is_check) for is_check in (False, True))
 
 
 def launch(
@@ -90,6 +93,7 @@ def copy_kernel(  # type: ignore[no-untyped-def]  # triton reads annotations, an
     WORD_BITS: tl.constexpr,
     LANES: tl.constexpr,
     IS_FLAT: tl.constexpr,
+    IS_SKEWED: tl.constexpr,
     IS_CHECK: tl.constexpr,
     UNITS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -125,12 +129,17 @@ def copy_kernel(  # type: ignore[no-untyped-def]  # triton reads annotations, an
         pointer = tl.pointer_type(tl.int16)
     else:
         pointer = tl.pointer_type(tl.int8)
+    if IS_SKEWED:
+        skew = (source & 3).to(tl.int32)
+        source -= skew
     lane = tl.arange(0, LANES)[None, :]
     unit_bytes: tl.constexpr = LANES * WORD_BITS // 8
     sources = tl.multiple_of(source.to(pointer), unit_bytes) + (read.to(tl.int64)[:, None] * LANES + lane)
     destinations = tl.multiple_of(destination.to(pointer), unit_bytes) + (written.to(tl.int64)[:, None] * LANES + lane)
     is_there = (unit < count)[:, None]
     words = tl.load(sources, mask=is_there, other=0)
+    if IS_SKEWED:  # both words have bytes of the unit
+        words = joined(words, tl.load(sources + 1, mask=is_there, other=0), skew)
     if IS_CHECK:
         found = tl.load(destinations, mask=is_there, other=0)
         wrong = tl.sum(tl.sum((words != found).to(tl.int32), axis=1), axis=0)

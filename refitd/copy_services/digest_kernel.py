@@ -112,7 +112,7 @@ def digest_kernel(  # type: ignore[no-untyped-def]  # triton reads annotations, 
                 word = tl.load(words + at)
                 if not IS_WHOLE:
                     upper = tl.load(words + at + 1)
-                    word = _joined(word, upper, skew)
+                    word = joined(word, upper, skew)
             else:
                 # relative to the tile, at most TILE * 4: bytes before `low` and from `high` on are not of the buffer
                 low = tl.cast(tl.maximum(lead - begin, 0), tl.int32)
@@ -121,7 +121,7 @@ def digest_kernel(  # type: ignore[no-untyped-def]  # triton reads annotations, 
                 word = tl.load(words + at, mask=(byte + 3 >= low) & (byte < high), other=0)
                 if not IS_WHOLE:
                     upper = tl.load(words + at + 1, mask=(byte + 7 >= low) & (byte + 4 < high), other=0)
-                    word = _joined(word, upper, skew)
+                    word = joined(word, upper, skew)
                 before = tl.minimum(tl.maximum(low - at * 4, 0), 4)
                 after = tl.minimum(tl.maximum(at * 4 + 4 - high, 0), 4)
                 # in 64 bits, because a shift by 32 is not defined for 32
@@ -133,7 +133,7 @@ def digest_kernel(  # type: ignore[no-untyped-def]  # triton reads annotations, 
 
 
 @triton.jit
-def _joined(word, upper, skew):  # type: ignore[no-untyped-def]
+def joined(word, upper, skew):  # type: ignore[no-untyped-def]
     """Return the four bytes that begin `skew` bytes, 1 to 3, after those of `word`."""
     low = word.to(tl.uint32, bitcast=True) >> (skew * 8)
     high = upper.to(tl.uint32, bitcast=True) << (32 - skew * 8)

@@ -90,6 +90,8 @@ def host_copies(seconds: float) -> Outcome:
     host.view(torch.int16).random_()
     place = LocalTensor(2, 0, shape, row_major_strides(shape, 2))
     service, arenas = CudaCopyService(), {1: there.arena, 2: here}
+    engine: Any = service._engine(0)
+    pin = engine.pin
     pinned: Any = torch.empty_like(host) if GPU.is_emulated else torch.empty_like(host, pin_memory=True)
     figures: dict[str, object] = {"MiB": nbytes // MIB, "device copy GB/s": GPU.copy_rate()}
     for name, ends, (read, written), plain in (
@@ -102,7 +104,8 @@ def host_copies(seconds: float) -> Outcome:
         GPU.synchronize()
         job = service.prepare(cut(copies_of([(*ends, 2)]))[0], arenas)
         figures[f"plain pinned {name} GB/s"] = nbytes / reference / 1e9
-        for verify in (False, True):
+        for is_pinned, verify in ((True, False), (True, True), (False, False), (False, True)):
+            engine.pin = pin if is_pinned else lambda arena: False
             written.zero_()
             GPU.synchronize()
             way = job.run(verify=verify, on_progress=lambda done: None, timeout=60).paths
