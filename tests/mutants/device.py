@@ -22,6 +22,7 @@ _BETWEEN = "tests/cluster/device_arenas/test_between_gpus.py::"
 _BETWEEN += "test_weights_cross_between_gpus_and_from_main_memory_in_the_lanes[{}]"
 NCCL, NVSHMEM, NIXL = (_BETWEEN.format(service) for service in ("nccl", "nvshmem", "nixl"))
 WAITS, ARENAS = "copy_services/waits.py", "buffers/cuda.py"
+ENGINES, DRIVER, HOST = "copy_services/copy_engines.py", "buffers/cuda_streams.py", "buffers/arena.py"
 
 
 class Mutant(NamedTuple):
@@ -135,6 +136,175 @@ MUTANTS = [
         (FLIPS,),
     ),
     Mutant("access is set", ARENAS, 'self._driver.call("cuMemSetAccess", ', "str(", (FLIPS,)),
+]
+
+MUTANTS += [
+    Mutant(
+        "`cuStreamWaitEvent`",
+        ENGINES,
+        "                gpu.wait(self.streams[stream], after)",
+        "                pass",
+        (STREAMS,),
+    ),
+    Mutant(
+        "`cuEventRecord` after a chunk",
+        ENGINES,
+        "            gpu.record(self._events[stream][slot], self.streams[stream])",
+        "            pass",
+        (STREAMS,),
+    ),
+    Mutant(
+        "the wait for a chunk's copies",
+        ENGINES,
+        "        last.await_event(last.event(_COPIES, slot), deadline)\n",
+        "",
+        (STREAMS,),
+    ),
+    Mutant(
+        "the wait for a chunk's bytes read back",
+        ENGINES,
+        "            engine.await_event(engine.event(_READS, slot), deadline)",
+        "            pass",
+        (STREAMS,),
+    ),
+    Mutant(
+        "the wait for queued copies after an error",
+        ENGINES,
+        "                engine.settle(deadline)  #",
+        "                pass  #",
+        (STREAMS,),
+    ),
+    Mutant(
+        "`cuEventRecord` in the wait after an error",
+        ENGINES,
+        "                self.gpu.record(self._events[stream][0], handle)",
+        "                pass",
+        (STREAMS,),
+    ),
+    Mutant(
+        "the current context of `queue`",
+        ENGINES,
+        "        gpu = self.gpu\n        with gpu.context.current():",
+        "        gpu = self.gpu\n        if True:",
+        (STREAMS,),
+    ),
+    Mutant(
+        "the second of two windows",
+        ENGINES,
+        "        if (stream, slot) not in self._windows:",
+        "        slot = 0\n        if (stream, slot) not in self._windows:",
+        (STREAMS,),
+    ),
+    Mutant(
+        "the check for all pins",
+        ENGINES,
+        "        return all([engine.pin(arena) for arena in hosts.values()])",
+        "        return True",
+        (STREAMS,),
+    ),
+    Mutant("the pins' end in `close`", ENGINES, "            pin.close()", "            pass", (STREAMS,)),
+    Mutant(
+        "`cuMemFreeHost`",
+        DRIVER,
+        '        self._gpu.driver.call("cuMemFreeHost", self.address)',
+        "        pass",
+        (STREAMS,),
+    ),
+    Mutant(
+        "`cuStreamDestroy`",
+        DRIVER,
+        '                self.driver.call("cuStreamDestroy_v2", stream)',
+        "                pass",
+        (STREAMS,),
+    ),
+    Mutant(
+        "`cuEventDestroy`",
+        DRIVER,
+        '                self.driver.call("cuEventDestroy_v2", event)',
+        "                pass",
+        (STREAMS,),
+    ),
+    Mutant(
+        "`cuMemHostRegister`",
+        DRIVER,
+        '        gpu.driver.call("cuMemHostRegister_v2", self.address, arena.nbytes, flags)',
+        "        pass",
+        (STREAMS,),
+    ),
+    Mutant(
+        "`cuMemHostUnregister`",
+        DRIVER,
+        '                self._gpu.driver.call("cuMemHostUnregister", self.address)',
+        "                pass",
+        (STREAMS,),
+    ),
+    Mutant(
+        "the second mapping of a pin",
+        DRIVER,
+        "            show_again(arena.address, arena.nbytes, self.address)",
+        "            self.address = arena.address",
+        (STREAMS,),
+    ),
+    Mutant("the exchange of pins", HOST, "        self.pin, other.pin = other.pin, self.pin\n", "", (STREAMS,)),
+    Mutant(
+        "the flag for reading only",
+        DRIVER,
+        "_FOR_ALL_GPUS if arena.writable else _FOR_ALL_GPUS | _READ_ONLY",
+        "_FOR_ALL_GPUS",
+        (STREAMS,),
+    ),
+    Mutant(
+        "the flag for all GPUs, of windows",
+        DRIVER,
+        "ctypes.byref(found), nbytes, _FOR_ALL_GPUS)",
+        "ctypes.byref(found), nbytes, 0)",
+        (STREAMS,),
+    ),
+    Mutant("the retained context of a GPU", DRIVER, "        self.context.keep()", "        pass", (STREAMS,)),
+    Mutant(
+        "the release of a GPU's context",
+        DRIVER,
+        '                self.driver.call("cuEventDestroy_v2", event)\n        self.context.let_go()',
+        '                self.driver.call("cuEventDestroy_v2", event)',
+        (STREAMS,),
+    ),
+    Mutant(
+        "the retained context of a pin",
+        DRIVER,
+        "        gpu.context.keep()\n        self.is_open",
+        "        self.is_open",
+        (STREAMS,),
+    ),
+    Mutant("the release of a pin's context", DRIVER, "            self._gpu.context.let_go()\n", "", (STREAMS,)),
+    Mutant(
+        "the flag that a stream waits for no other",
+        DRIVER,
+        "ctypes.byref(made), _NON_BLOCKING)",
+        "ctypes.byref(made), 0)",
+        (STREAMS,),
+    ),
+    Mutant(
+        "`cuMemSetAccess` for a peer",
+        ARENAS,
+        "            self._set_access([*self._access, other])",
+        "            pass",
+        (STREAMS,),
+    ),
+    Mutant(
+        "the peer's access after an exchange",
+        ARENAS,
+        "            self._access.append(other)",
+        "            pass",
+        (STREAMS,),
+    ),
+    Mutant(
+        "`cuDeviceCanAccessPeer`",
+        ARENAS,
+        "            if not driver.reaches(gpu, self.device):",
+        "            if False:",
+        (STREAMS,),
+        "`cuMemSetAccess` refuses the same",
+    ),
 ]
 
 

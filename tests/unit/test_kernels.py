@@ -135,12 +135,17 @@ def test_the_copy_kernel_copies_every_byte_and_finds_a_wrong_one_in_the_interpre
 
 
 JOB = """
-import torch
+import contextlib, torch
 from types import SimpleNamespace
 from refitd.addressing.places import LocalTensor
 from refitd.copy_services import DigestMismatch, boxes, copy_kernel, cuda
-from tests.support.fake_torch.device_shim import Stream
 from tests.support.places import copies_of
+
+class Stream:
+    device = torch.device("cpu")
+    work = lambda self, deadline, subject: contextlib.nullcontext()
+    settle = lambda self, deadline, subject: None
+    mark = lambda self: SimpleNamespace(query=lambda: True)
 
 cuda.PROGRESS_BYTES = 1 << 16
 size = 1 << 18
@@ -148,7 +153,7 @@ memory = {arena: torch.randint(0, 256, (size,), dtype=torch.uint8) for arena in 
 arenas = {n: SimpleNamespace(address=m.data_ptr()) for n, m in memory.items()}
 places = [[LocalTensor(arena, at, (25000,), (4,)) for arena in (1, 2)] for at in (0, 100000)]
 found = list(boxes.rows(copies_of([(*ends, 4) for ends in places]), {1: size, 2: size}, {2}))
-job = cuda._KernelJob(cuda.Path.KERNEL, found, arenas, Stream(None))
+job = cuda._KernelJob(cuda.Path.KERNEL, found, arenas, Stream())
 told = []
 assert job.run(verify=True, on_progress=told.append).bytes == 200000
 assert len(told) >= 3 and told[-1] == 200000 and told == sorted(told), told
