@@ -133,7 +133,7 @@ class TakeOver:
                 if not state.rank.owes_report and (gpu := self._tensors.capturing_gpu()) is not None:
                     raise RefusedError(
                         f"{what} waits: a CUDA graph is being captured on GPU {gpu}, and nothing was changed; poll "
-                        "again after the capture"
+                        "again after the capture, before the next step"
                     )
                 is_taker = True
                 state.taker = threading.get_ident()

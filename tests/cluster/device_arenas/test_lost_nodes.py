@@ -50,7 +50,9 @@ class Fleet:
             del self.live[replica], self.targets[replica]
 
 
-@pytest.mark.parametrize("service", [pytest.param("nccl", marks=pytest.mark.slow), "nvshmem", "nixl"])
+@pytest.mark.parametrize(
+    "service", [pytest.param("nccl", marks=pytest.mark.slow), "nvshmem", pytest.param("nixl", marks=pytest.mark.slow)]
+)
 def test_a_killed_node_is_named_the_others_serve_and_its_successor_takes_part(
     service: str, gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon]
 ) -> None:

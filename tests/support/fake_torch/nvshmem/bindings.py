@@ -33,9 +33,10 @@ def malloc(nbytes: int) -> int:
     if len({size for size, *_ in found}) > 1:
         raise RuntimeError(f"NVSHMEM: PEs allocate different sizes: {found}")
     memory = [_mapped(f"/proc/{pid}/fd/{fd}", nbytes) for _, pid, fd in found]
+    address = _address(memory[core._world["rank"]])
+    ctypes.memset(address, 0xEE, nbytes)
     core.meet("malloc is over", None)
     os.close(made)
-    address = _address(memory[core._world["rank"]])
     _regions[address] = memory
     if len(_regions) == 1:
         threading.Thread(target=_deliver, daemon=True).start()
