@@ -100,7 +100,7 @@ def publish_checkpoint(
         DeadlineExceeded: another node has not published its part in time.
     """
     began = time.monotonic()
-    if any(held.member.startswith(f"{model}/source:{rank}@") for held in client._registered):
+    if any(held.member.startswith(f"model {model!r} source rank {rank} on ") for held in client._registered):
         raise RefusedError(
             f"model {model!r}: this client holds its source rank {rank}; close the client, whose versions stay, and "
             "publish with another (refitd.connect)"

@@ -115,9 +115,8 @@ def attack(mode: str) -> Iterator[None]:
 
 def swapped(nodes: Callable[..., Nodes], mode: str, rounds: int) -> list[str]:
     """Swap this many times, each in a new epoch, and return the reasons of failed swaps."""
-    n0, n1 = nodes(
-        2, "[deadlines]\nplan_s = 40.0\nstage_s = 10.0\ncommit_s = 10.0\n[models.policy]\ncatch_up = false\n"
-    )
+    deadlines = "[deadlines]\nplan_s = 40.0\nstage_s = 10.0\ncommit_s = 10.0\n"
+    n0, n1 = nodes(2, f"{deadlines}[models.{policy()}]\ncatch_up = false\n")
     failures = []
     with n0.connect() as trainer, attack(mode):
         full = {"w": torch.zeros(300, 1000)}
