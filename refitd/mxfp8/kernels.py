@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 GROUP = 64  # blocks per program
-VECTORS = (8, 4, 2, 1)
+VECTORS = (8, 2, 1)
 _INT32_MAX = 2**31 - 1
 _NAMES = ("words", "data", "scales", "count", "blocks", "words_step", "data_step", "scales_step", "keys", "sums")
 
@@ -67,7 +67,7 @@ def variants() -> Iterator[Variant]:
     for rounding in Rounding:
         yield from (Variant(rounding, vector, is_wide=False) for vector in VECTORS)
         yield Variant(rounding, 1, is_wide=True)
-        yield from (Variant(rounding, vector, is_wide=False, has_sums=True) for vector in VECTORS)
+        yield from (Variant(rounding, vector, is_wide=False, has_sums=True) for vector in (8, 1))
 
 
 def quantize(
@@ -112,7 +112,8 @@ def _quantize_and_digest(
 ) -> "tuple[torch.Tensor, torch.Tensor]":
     block_words, blocks = keys.shape[1], words.shape[1] // BLOCK
     assert data.is_contiguous() and scales.is_contiguous() and block_words % (GROUP * BLOCK // 4) == 0
-    variant = replace(_variant(words, data, scales, rounding), has_sums=True)
+    found = _variant(words, data, scales, rounding)
+    variant = replace(found, vector=found.vector if found.vector == 8 else 1, has_sums=True)
     assert not variant.is_wide and scales.numel() < _INT32_MAX - GROUP
     digested = triton.cdiv(data.numel(), 4 * block_words)
     sums = keys.new_zeros(digested + triton.cdiv(scales.numel(), 4 * block_words), 2)
