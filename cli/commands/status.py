@@ -235,7 +235,7 @@ def _on(report: StatusReport, node: str | None) -> StatusReport:
     """Return the status of one node, connected or lost: its line, its links, and the models with ranks on it."""
     if node is None:
         return report
-    known = [each.node for each in (*report.nodes, *report.lost)]
+    known = [*(each.node for each in report.nodes), *(each.node for each in report.lost)]
     if node not in known:
         raise RefusedError(f"no node {node!r} is connected or lost; known nodes: {', '.join(known) or 'none'}")
     models = (

@@ -26,7 +26,7 @@ class Goal:
     number: int = 0
 
 
-class GoalParam(click.ParamType):
+class GoalParam(click.ParamType):  # type: ignore[type-arg]  # not generic in click 8.2
     """ready, version=N or replicas=N."""
 
     name = "goal"

@@ -270,8 +270,8 @@ def _handle(turn: Turn, node: Node, event: FromNode) -> Message | None:
             return history_report(_past_swaps(fleet, model, limit))
         case local.Evict() as message:
             return registrations.evict(turn, message)
-        case local.Forget("", node):
-            return registrations.forget_lost(turn, node)
+        case local.Forget("", lost):
+            return registrations.forget_lost(turn, lost)
         case local.Forget(model):
             _check_known(fleet, model)
             return registrations.forget(turn, model)
