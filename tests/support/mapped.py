@@ -26,7 +26,7 @@ def is_arena(address: int) -> bool:
 
 def staging_arenas() -> list[int]:
     """Return the addresses of the mappings of files that were made as staging arenas."""
-    return [start for start, _, line in _mappings() if "memfd:refitd" in line and "/staging" in line]
+    return [start for start, _, line in _mappings() if "memfd:refitd" in line and ", staging" in line]
 
 
 def fill_mappings(left: int) -> mmap.mmap:
