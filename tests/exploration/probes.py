@@ -390,7 +390,8 @@ def _check_move(state: r.RankState, event: Any, after: r.RankState, report: r.Re
         case r.Closed():
             assert after.pending is None and after.bond is r.Bond.CLOSED
             assert after.fenced == (state.fenced or ("closed" if state.bond is not r.Bond.CLOSED else ""))
-            assert after.failure == (None if state.bond is r.Bond.AWAY else state.failure)
+            kept = None if state.bond is r.Bond.AWAY else state.failure
+            assert after.failure == (kept or local.Failure("refused", "closed"))
 
 
 def check_fences() -> None:
