@@ -362,8 +362,9 @@ _BLOCK_BYTES, _TILE_BYTES = 32, max(TILE_ITEMS)
 
 
 def aligned(nbytes: int) -> int:
-    """Return the largest size of a message, at most `nbytes`, that cuts no block, and no tile if one fits."""
-    return nbytes - nbytes % (_TILE_BYTES if nbytes >= _TILE_BYTES else _BLOCK_BYTES)
+    """Return the largest size of a message, at most `nbytes`, that cuts no tile or block that fits."""
+    unit = next((unit for unit in (_TILE_BYTES, _BLOCK_BYTES) if nbytes >= unit), ALIGNMENT)
+    return nbytes - nbytes % unit
 
 
 @dataclass(frozen=True, slots=True)

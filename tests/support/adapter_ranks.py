@@ -335,7 +335,7 @@ class Engine:
 
     def __init__(self, port: int) -> None:
         self.model = Model()
-        self.fault = False
+        self.fault = self.is_busy = False
         self.wrong: list[str] = []
         self._log = io.StringIO()
         logging.getLogger().addHandler(logging.StreamHandler(self._log))
@@ -361,6 +361,8 @@ class Engine:
     def fail_once(self) -> None:
         """Make the next commit fail: a driven engine refuses it, a following one is busy until `recover`."""
         self.fault = True
+        if self._server is None:
+            eventually(lambda: self.is_busy, "the engine is in a step that does not end")
 
     def recover(self) -> None:
         self.fault = False
@@ -387,7 +389,9 @@ class Engine:
                 with self.step():
                     before = self.model.whole()
                     while self.fault and self._server is None:
+                        self.is_busy = True
                         time.sleep(STEP_S)
+                    self.is_busy = False
                     time.sleep(STEP_S)
                     if any(not torch.equal(tensor, before[name]) for name, tensor in self.model.whole().items()):
                         self.wrong.append("the weights changed during a step")
