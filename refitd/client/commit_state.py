@@ -208,7 +208,8 @@ class CommitState:
     def give_up(self, failure: local.Failure) -> None:
         """Stop serving; later polls raise `failure`."""
         with self.lock:
-            self.error = from_code(failure.code, failure.message)
+            if not isinstance(self.error, Orphaned):  # an orphan's daemon may end too
+                self.error = from_code(failure.code, failure.message)
             is_orphaned = failure.code == Orphaned.code  # a running commit finishes, and no new one begins
             self.step(rank_state.Orphaned(failure) if is_orphaned else rank_state.DaemonLost(failure, must_stop=True))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from zlib import crc32
 
 from refitd.addressing.between_nodes import TransferList
 from refitd.addressing.copies import ConversionList, CopyList
@@ -26,7 +27,7 @@ class WorkerArenas:
     """
 
     def __init__(self, workers: int, gpus: Sequence[str] = ()) -> None:
-        """Give GPU i to worker i; a GPU that is not listed gets the next worker with its first arena."""
+        """Give GPU i to worker i; a GPU that is not listed gets a worker by its name."""
         self._workers = workers
         self._known: dict[int, _KnownArena] = {}
         self._mapped: list[set[int]] = [set() for _ in range(workers)]
@@ -35,8 +36,6 @@ class WorkerArenas:
     def add(self, effects: Effects, arena: int, nbytes: int, device: str, *, write: bool) -> None:
         """Map a new arena in the workers; `device` is "" for main memory."""
         self._known[arena] = _KnownArena(nbytes, write, device)
-        if device:
-            self.home(device)
         for worker in range(self._workers):
             if self._belongs(arena, worker):
                 self._map(effects, worker, arena)
@@ -86,15 +85,16 @@ class WorkerArenas:
 
     def home(self, device: str) -> int:
         """Return the worker of a GPU."""
-        return self._homes.setdefault(device, len(self._homes) % self._workers)
+        found = self._homes.get(device)
+        return crc32(device.encode()) % self._workers if found is None else found
 
     def homes(self, arenas: set[int]) -> dict[int, int]:
         """Return arena -> worker of its GPU, for the given arenas; arenas in main memory are omitted."""
-        return {a: self._homes[k.device] for a in sorted(arenas) if (k := self._known.get(a)) and k.device}
+        return {a: self.home(k.device) for a in sorted(arenas) if (k := self._known.get(a)) and k.device}
 
     def _belongs(self, arena: int, worker: int) -> bool:
         device = self._known[arena].device
-        return not device or self._homes[device] == worker
+        return not device or self.home(device) == worker
 
     def _map(self, effects: Effects, worker: int, arena: int) -> None:
         known = self._known[arena]

@@ -133,9 +133,7 @@ def orders(out: Effects) -> list[tuple[int, Message]]:
 
 
 def test_the_workers_of_gpus_join_one_group_after_their_lanes_and_the_plan_waits_for_both() -> None:
-    out, maps = Effects(0.0), WorkerArenas(2)
-    for gpu in ("GPU-b", "GPU-a"):
-        maps.home(gpu)
+    out, maps = Effects(0.0), WorkerArenas(2, ("GPU-b", "GPU-a"))
     epochs = LocalEpochs("n0", "127.0.0.1", maps)
     epochs.join(out, "p", gpu_epoch("GPU-a", "GPU-b"))
     joins = [(worker, message) for worker, message in orders(out) if isinstance(message, sidecar.JoinEpoch)]
@@ -164,7 +162,7 @@ def test_the_workers_of_gpus_join_one_group_after_their_lanes_and_the_plan_waits
 
 def test_a_node_without_a_gpu_in_the_epoch_has_only_lanes() -> None:
     out = Effects(0.0)
-    epochs = LocalEpochs("n0", "127.0.0.1", WorkerArenas(2))
+    epochs = LocalEpochs("n0", "127.0.0.1", WorkerArenas(2, ("GPU-a", "GPU-b")))
     epochs.join(out, "p", gpu_epoch())
     assert [message.epoch for _, message in orders(out) if isinstance(message, sidecar.JoinEpoch)] == ["e1"]
     assert epochs.worker_said(out, 0, sidecar.EpochJoined(epoch="e1")) == ("p", "e1")

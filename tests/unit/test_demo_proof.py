@@ -188,7 +188,7 @@ def test_commands_reach_children_and_events_come_back(
     for name in ("one", "two"):
         processes.start(name, "demo_child")
     processes.send(["one", "two"], "echo", word="hello")
-    answers = processes.wait("echoed", ["one", "two"], 20)
+    answers = processes.wait("echoed", ["one", "two"], 60)
     assert {name: answer["word"] for name, answer in answers.items()} == {"one": "hello", "two": "hello"}
     assert sorted(name for name, _ in heard) == ["one", "two"]
     processes.dismiss()
@@ -199,14 +199,14 @@ def test_a_child_that_fails_says_why(processes: DemoProcesses) -> None:
     processes.start("one", "demo_child")
     processes.send(["one"], "fail")
     with pytest.raises(DemoFailed, match="one: ValueError: out of luck"):
-        processes.wait("echoed", ["one"], 20)
+        processes.wait("echoed", ["one"], 60)
 
 
 def test_a_child_that_is_killed_is_named(processes: DemoProcesses) -> None:
     processes.start("one", "demo_child")
     processes.members["one"].process.kill()
     with pytest.raises(DemoFailed, match="one ended unexpectedly, exit status -9"):
-        processes.wait("echoed", ["one"], 20)
+        processes.wait("echoed", ["one"], 60)
 
 
 def test_a_wait_ends_at_its_deadline_and_names_who_is_missing(processes: DemoProcesses) -> None:
@@ -218,4 +218,4 @@ def test_a_wait_ends_at_its_deadline_and_names_who_is_missing(processes: DemoPro
 def test_output_that_is_no_event_is_refused(processes: DemoProcesses) -> None:
     processes.start("one", "this")
     with pytest.raises(DemoFailed, match="one: printed 'The Zen"):
-        processes.wait("echoed", ["one"], 20)
+        processes.wait("echoed", ["one"], 60)

@@ -215,7 +215,7 @@ def told(out: list[Instruction], kind: type) -> list[tuple[int, int]]:
 
 def test_an_arena_on_a_gpu_goes_to_one_worker_and_to_another_when_that_needs_it() -> None:
     out = Effects(0.0)
-    maps = WorkerArenas(2)
+    maps = WorkerArenas(2, ("GPU-a", "GPU-b"))
     maps.add(out, 1, 100, "", write=False)
     maps.add(out, 2, 100, "GPU-a", write=True)
     maps.add(out, 3, 100, "GPU-b", write=False)
@@ -239,7 +239,7 @@ def test_an_arena_on_a_gpu_goes_to_one_worker_and_to_another_when_that_needs_it(
 
 def test_a_worker_that_mapped_one_of_two_arenas_maps_the_other_before_they_are_exchanged() -> None:
     out = Effects(0.0)
-    maps = WorkerArenas(3)
+    maps = WorkerArenas(3, ("GPU-a",))
     maps.add(out, 1, 100, "GPU-a", write=True)
     maps.add(out, 2, 100, "GPU-a", write=True)
     maps.need(out, 1, {2})  # a lane writes there
