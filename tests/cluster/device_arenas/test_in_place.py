@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import refitd
 from refitd.testing import Daemon, RunningSwap, eventually, stopped
 from tests.support import fake_cuda
 from tests.support.controls import controlled
-from tests.support.gpu_tensors import Tensors, allocated, private
+from tests.support.gpu_tensors import DEADLINES, Tensors, allocated, private
 
 LIVE = 3 * fake_cuda.PAGE  # of a GPU of 4 pages, which has no room for as much again
 
@@ -93,8 +94,9 @@ def test_an_engine_that_fills_its_gpu_is_paused_written_in_place_and_proven(
 
 
 def test_a_death_while_it_is_written_poisons_it_by_name_and_the_source_still_has_the_old_version(
-    daemon: Daemon, gpus: fake_cuda.FakeGpus
+    gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon]
 ) -> None:
+    daemon = start_daemon(f"{DEADLINES}[models.policy]\ncatch_up = false\n")  # which would bring it back by itself
     fleet = Paused(daemon, {"w": torch.zeros(LIVE, dtype=torch.uint8)}, 2)
     fleet.swap(1)
     victim = fleet.worker()
