@@ -24,7 +24,7 @@ class Path(StrEnum):
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a node's GPUs and driver can do.
+    """The abilities of a node's GPUs and driver.
 
     Attributes:
         has_kernels: Triton is installed, which compiles the copy kernel.

@@ -163,7 +163,7 @@ class _Mapping:
         self.address = 0
         self.handle = 0
         self._driver = driver
-        self._access = [access]  # of its own GPU first
+        self._access = [access]  # first the access of the GPU that holds it
         self._mapped = 0  # the handle of the memory mapped at `address`
         self._is_accessible = False
         self._is_kept = False

@@ -24,7 +24,7 @@ from refitd.errors import ConfigError, ProtocolError, RefusedError
 from refitd.plan.cost import EQUAL, Cables
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION, check_version, shown
-from refitd.protocol.reports import DrainedSource, DrainReport, ReloadReport, ReplicaName
+from refitd.protocol.reports import DrainedSource, DrainReport, ForgetReport, ReloadReport, ReplicaName
 from refitd.protocol.roles import Allowed
 
 # Daemons send a heartbeat every second. After this long without one a node's members count as lost.
@@ -131,6 +131,18 @@ def _check_hello(
         raise RefusedError(f"this connection is another node already, not {name!r}; one daemon is one node")
     if old is None and len(nodes) >= MAX_NODES:
         raise RefusedError(f"node {name!r}: there are {MAX_NODES} nodes already, which is the limit")
+
+
+def forget_lost(turn: Turn, node: str) -> ForgetReport:
+    """Remove a lost node from reports; raises RefusedError if it is not lost."""
+    lost = turn.fleet.lost
+    if node not in lost:
+        known = f"lost nodes: {', '.join(lost) or 'none'}"
+        there = "; it is connected: stop its daemon, or drain it" if node in turn.fleet.nodes else ""
+        raise RefusedError(f"node {node!r} is not lost{there}; {known}")
+    del lost[node]
+    turn.log("forgotten", node=node)
+    return ForgetReport(model="", sources=(), nodes=(node,))
 
 
 def files_read(turn: Turn, event: FilesRead) -> None:

@@ -17,7 +17,7 @@ from refitd.protocol.reports import NodeStatus
 
 @dataclass(frozen=True)
 class Wiring:
-    """What decides the paths of a plan.
+    """The facts that decide the paths of a plan.
 
     Attributes:
         device_of: plan-wide rank -> its GPU; ranks in main memory are omitted.

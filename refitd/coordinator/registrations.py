@@ -351,18 +351,6 @@ def evict(turn: Turn, asked: local.Evict) -> EvictReport:
     return EvictReport(model=asked.model, replica=asked.replica, members=members)
 
 
-def forget_lost(turn: Turn, node: str) -> ForgetReport:
-    """Remove a lost node from reports; raises RefusedError if it is not lost."""
-    lost = turn.fleet.lost
-    if node not in lost:
-        known = f"lost nodes: {', '.join(lost) or 'none'}"
-        there = "; it is connected: stop its daemon, or drain it" if node in turn.fleet.nodes else ""
-        raise RefusedError(f"node {node!r} is not lost{there}; {known}")
-    del lost[node]
-    turn.log("forgotten", node=node)
-    return ForgetReport(model="", sources=(), nodes=(node,))
-
-
 def forget(turn: Turn, model: str) -> ForgetReport:
     """Free the memory of a model's dead processes: versions of ended trainers, arenas that nodes keep of engines.
 

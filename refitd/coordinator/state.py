@@ -271,7 +271,7 @@ def _handle(turn: Turn, node: Node, event: FromNode) -> Message | None:
         case local.Evict() as message:
             return registrations.evict(turn, message)
         case local.Forget("", lost):
-            return registrations.forget_lost(turn, lost)
+            return nodes.forget_lost(turn, lost)
         case local.Forget(model):
             _check_known(fleet, model)
             return registrations.forget(turn, model)

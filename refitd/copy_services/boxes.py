@@ -178,7 +178,7 @@ def box(row: Row) -> Box:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Kind:
-    """What all entries of a table have in common.
+    """The properties that all entries of a table share.
 
     Attributes:
         unit: bytes of a unit.

@@ -353,10 +353,7 @@ _SOURCE_LINE = re.compile(r"\[?[\w./-]*/[\w.-]+\.(?:cc|cpp|cu|h|hpp):\d+\]?:?")
 
 
 def first_line(exc: BaseException) -> str:
-    """Return the first line of a library's error, or its type if it has no text.
-
-    Places in the library's source, and characters outside ASCII, are removed: they tell users nothing.
-    """
+    """Return the first line of a library's error, in ASCII and without its source file; its type if it has no text."""
     line = _SOURCE_LINE.sub("", (str(exc).splitlines() or [""])[0])
     return " ".join(line.encode("ascii", "ignore").decode().split()) or type(exc).__name__
 
