@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,9 +52,16 @@ class Compared(Harness):
 
 
 def shown(effects: list[act.Instruction]) -> list[str]:
-    """Effects as text; a request for a plan without its rosters, which are large."""
-    return [
+    """Effects as text; a request for a plan without its rosters, which are large.
+
+    A copied set may iterate in another order, so the elements of each printed set are sorted.
+    """
+    texts = (
         str(msgspec.structs.replace(one, rosters=[])) if isinstance(one, act.MakePlan) else str(one) for one in effects
+    )
+    return [
+        re.sub(r"\{([^{}:]*)\}", lambda found: "{" + ", ".join(sorted(found[1].split(", "))) + "}", text)
+        for text in texts
     ]
 
 
