@@ -25,6 +25,7 @@ BENCHMARKS = {
     "delta": "benchmarks.delta",
     "fanout": "benchmarks.fanout",
     "cables": "benchmarks.cables",
+    "coordinator": "benchmarks.coordinator",
     "observing": "benchmarks.observing",
     "kernels": "benchmarks.kernels",
 }
