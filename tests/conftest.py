@@ -10,6 +10,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from refitd.testing import actors
+
 # the time of an example depends on the machine
 hypothesis.settings.register_profile("refitd", deadline=None)
 hypothesis.settings.load_profile("refitd")
@@ -17,12 +19,19 @@ hypothesis.settings.load_profile("refitd")
 os.environ.pop("COLUMNS", None)  # xdist sets it, and commands here must not wrap their output
 
 pytest.register_assert_rewrite("tests.support")
+actors.preload(
+    "torch._dynamo",  # DTensors import it when they are first computed with
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "refitd.inprocess.refit",
+    "tests.spmd.dtensor_cases",
+)
 pytest_plugins = ["refitd.testing.fixtures", "tests.support.passed_on"]
 
 # each starts a process pool or a cluster that its tests share, or would overload the machine if run in parallel
 SHARING = (
     "tests/spmd/",
-    "tests/conformance/",
+    "refitd/testing/conformance/",
     "tests/faults/test_faults.py",
 )
 # their tests start their own processes and are slow: dealt singly they spread best

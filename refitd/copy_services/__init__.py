@@ -30,17 +30,17 @@ A service must:
     - write nothing after `run` has returned or raised;
     - pass on an exception of `on_progress` between two chunks: this is how a run is cancelled.
 
-A two-sided backend does not write the agreement, packing, verification and errors itself: it derives from one of these
-and implements how single messages travel.
+A two-sided backend does not write the agreement, packing, verification and errors itself. It derives from
+`WindowExchange` and gives it its own `EpochPeers`, which send and receive single messages. (Other bases: messages in
+ordered group calls, `nccl.RoundsExchange`; messages in slots at the receiver, `nvshmem.SlottedExchange`.) These names
+load torch on first use:
 
-    windows.WindowExchange     sends and receives are posted one by one (gloo, nixl)
-    nccl.RoundsExchange        messages travel in ordered group calls (nccl)
-    nvshmem.SlottedExchange    messages are put into slots at the receiver and announced by signals (nvshmem)
+    EpochPeers        the workers of an epoch: override `send`, `receive` and `wait`; `introduce` exchanges addresses
+    WindowExchange    the pipeline over peers: packing, messages, digests, deltas, relays
+    prove             authenticates the workers of an epoch over their peers
+    Deadline, poll    the time at which every wait ends; wait until a condition holds
 
-`peers.Peers` does the small exchanges through a torch process group; a transport without one overrides its `send`,
-`receive` and `wait` (nixl). `peers.prove` authenticates the workers of an epoch, `peers.MailboxStore` forms torch
-process groups through the epoch's mailbox, `waits` has deadlines for libraries without them, and `pieces` reads and
-writes tensors. `tests/conformance` tests every backend that is installed.
+`refitd.testing.conformance` tests every backend that is installed. examples/copy_service is a complete package.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from refitd.addressing.copies import CopyList
 from refitd.buffers.arena import MappedArena
@@ -57,7 +58,50 @@ from refitd.errors import TransportError
 if TYPE_CHECKING:
     import torch
 
+    from refitd.copy_services.epoch_peers import EpochPeers
+    from refitd.copy_services.peers import prove
     from refitd.copy_services.pieces import Piece
+    from refitd.copy_services.waits import Deadline, poll
+    from refitd.copy_services.windows import WindowExchange
+
+__all__ = [
+    "DIRECT",
+    "PACKED",
+    "Backend",
+    "Capabilities",
+    "CopyService",
+    "Deadline",
+    "DigestMismatch",
+    "Epoch",
+    "EpochPeers",
+    "ExchangeResult",
+    "ExchangeService",
+    "Mailbox",
+    "MappedCopyService",
+    "Posted",
+    "PreparedJob",
+    "Route",
+    "RunResult",
+    "Transfers",
+    "WindowExchange",
+    "poll",
+    "prove",
+]
+
+# names that load torch, by module
+_LOADED_ON_USE = {
+    "Deadline": "waits",
+    "EpochPeers": "epoch_peers",
+    "WindowExchange": "windows",
+    "poll": "waits",
+    "prove": "peers",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LOADED_ON_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LOADED_ON_USE[name]}"), name)
 
 
 class DigestMismatch(TransportError):
@@ -229,6 +273,19 @@ class Epoch:
     def size(self) -> int:
         """The number of workers."""
         return len(self.labels)
+
+
+class Posted(Protocol):
+    """A started send or receive of one message: what `send` and `receive` of peers return.
+
+    Attributes:
+        tensor: the message's bytes, or the place that gets them; keeps that memory alive.
+    """
+
+    tensor: torch.Tensor
+
+    def abandon(self) -> None:
+        """Drop it after a failed run. From now on the transport writes no byte to `tensor`."""
 
 
 @dataclass(frozen=True, slots=True)

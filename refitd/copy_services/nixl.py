@@ -29,7 +29,6 @@ import json
 import os
 import secrets
 import struct
-import time
 from base64 import b64decode, b64encode
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -40,8 +39,9 @@ import torch
 from refitd.buffers import cuda
 from refitd.copy_services import PACKED, Epoch, ExchangeResult
 from refitd.copy_services.digests import MAC_BYTES, Authenticator, DeviceDigests, Digest
+from refitd.copy_services.epoch_peers import EpochPeers
 from refitd.copy_services.packed import STAGING_BYTES
-from refitd.copy_services.peers import Peers, first_line, prove
+from refitd.copy_services.peers import first_line, prove
 from refitd.copy_services.waits import Backoff, Deadline, DeviceStream, make_current
 from refitd.copy_services.windows import WindowExchange
 from refitd.errors import ConfigError, DeadlineExceeded, PeerLost, TransportError
@@ -109,7 +109,7 @@ class _Peer:
     room: list[torch.Tensor] = field(default_factory=list)  # free places for receiving from it
 
 
-class NixlPeers(Peers):
+class NixlPeers(EpochPeers):
     """The workers of an epoch, each with an agent of NIXL. Sends and receives are matched by tag and order."""
 
     def __init__(self, epoch: Epoch, slab_bytes: int, deadline: Deadline) -> None:
@@ -120,8 +120,7 @@ class NixlPeers(Peers):
             DeadlineExceeded, PeerLost: a worker did not come, or the epoch was abandoned.
             TransportError: NIXL cannot start, another worker's agent cannot be understood, or lacks the epoch's key.
         """
-        self.group, self.device, self._labels = None, torch.device("cpu"), tuple(epoch.labels)
-        self.index, self.ranks = epoch.index, tuple(range(epoch.size))
+        super().__init__(epoch)
         size = part_bytes(epoch.size, slab_bytes)
         self._library = _load()
         nbytes = 2 * PARTS * (epoch.size - 1) * size
@@ -158,19 +157,13 @@ class NixlPeers(Peers):
         return self._slab.nbytes
 
     def _join(self, epoch: Epoch, said: dict[str, object], deadline: Deadline) -> None:
-        epoch.mailbox.put(f"agent/{epoch.index}", json.dumps(said).encode())
-        for position in range(epoch.size):
+        for position, word in enumerate(self.introduce(epoch, json.dumps(said).encode(), deadline)):
             if position == epoch.index:
                 continue
-            left = max(0.001, deadline.at - time.monotonic())
             try:
-                found = json.loads(epoch.mailbox.get(f"agent/{position}", left))
+                found = json.loads(word)
                 self._peers[position].name, self._peers[position].gpu = str(found["name"]), int(found.get("gpu", 0))
                 metadata = b64decode(found["metadata"], validate=True)
-            except DeadlineExceeded as exc:
-                raise DeadlineExceeded(
-                    f"{self.label(position)} did not come to epoch {epoch.id} within {deadline.seconds:.1f} s"
-                ) from exc
             except (ValueError, TypeError, KeyError, AttributeError) as exc:
                 raise TransportError(
                     f"epoch {epoch.id}: the description of {self.label(position)}'s agent cannot be read: {exc}"
@@ -182,10 +175,6 @@ class NixlPeers(Peers):
                     f"{self.label(self.index)} cannot reach {self.label(position)}: {first_line(exc)}; use one "
                     "version of NIXL on all nodes, and check UCX_NET_DEVICES"
                 ) from exc
-
-    @property
-    def _is_named(self) -> bool:
-        return len(self) > 1
 
     def send(self, tensor: torch.Tensor, position: int, tag: int) -> Any:
         """Start sending a contiguous tensor, which must not change until `wait` returns."""

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Store
 
-from refitd.copy_services import Epoch
+from refitd.copy_services import Epoch, Posted
 from refitd.copy_services.digests import MAC_BYTES, Authenticator
 from refitd.copy_services.waits import Deadline
 from refitd.errors import ConfigError, DeadlineExceeded, PeerLost, ProtocolError, RefitdError, TransportError
@@ -116,7 +116,7 @@ class Peers:
             return
         lost: dict[int, PeerLost] = {}
 
-        def trying(position: int, step: Callable[[], _Posted | None]) -> _Posted | None:
+        def trying(position: int, step: Callable[[], Posted | None]) -> Posted | None:
             try:
                 return step()
             except PeerLost as exc:  # the others can still be told
@@ -283,21 +283,21 @@ class Peers:
         self.wait(self.receive(buffer, 0, _PAYLOAD_TAG), 0, deadline, purpose)
         return _as_bytes(buffer)
 
-    def send(self, tensor: torch.Tensor, position: int, tag: int) -> _Posted:
+    def send(self, tensor: torch.Tensor, position: int, tag: int) -> Posted:
         """Start sending a contiguous tensor, which must not change until `wait` returns."""
         try:
             return _Posted(self.group.send([tensor], position, tag), tensor)
         except RuntimeError as exc:
             raise PeerLost(f"sending to {self.label(position)}: {first_line(exc)}") from exc
 
-    def receive(self, tensor: torch.Tensor, position: int, tag: int) -> _Posted:
+    def receive(self, tensor: torch.Tensor, position: int, tag: int) -> Posted:
         """Start receiving into a contiguous tensor, which is filled when `wait` returns."""
         try:
             return _Posted(self.group.recv([tensor], position, tag), tensor)
         except RuntimeError as exc:
             raise PeerLost(f"receiving from {self.label(position)}: {first_line(exc)}") from exc
 
-    def wait(self, posted: _Posted, position: int, deadline: Deadline, purpose: str) -> None:
+    def wait(self, posted: Any, position: int, deadline: Deadline, purpose: str) -> None:
         """Wait for one send or receive.
 
         Raises:

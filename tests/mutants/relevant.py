@@ -14,7 +14,7 @@ from tests.mutants.mutate import Place
 HOOK = Path(__file__).parent / "hook"
 MAPPED = ("tests/unit", "tests/property")
 UNMAPPED = ("test_printable.py", "test_benchmarks.py", "test_packaging.py")  # slow, or about the tree's texts
-PROCESSES = ("tests/cluster", "tests/conformance", "tests/spmd")
+PROCESSES = ("tests/cluster", "refitd/testing/conformance", "tests/spmd")
 MAP_TEST_S = 20  # a test that takes longer is not in the map
 FIRST_S = 15.0  # seconds of mapped tests that run before whole files
 FILES = 6  # unit and property files that run whole

@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from tests.support.actors import Actors, Mailroom
+from refitd.testing.actors import Actors, Mailroom
 
 
 class Pool:

@@ -78,7 +78,7 @@ def test_a_rank_that_has_died_ends_the_wait_at_once(small_pool: Callable[[int], 
 
 
 def test_a_run_ends_at_its_deadline_and_the_service_with_it(small_pool: Callable[[int], Pool]) -> None:
-    """tests/conformance has what all services do."""
+    """refitd.testing.conformance has what all services do."""
     ((said, is_usable),) = small_pool(2).run("service_waits_no_longer", 0.5, ranks=[0])
 
     assert "comparing transfers" in said and "0.5 s" in said

@@ -29,7 +29,7 @@ import torch
 
 import refitd
 from refitd.testing import eventually
-from tests.support.actors import Mailroom
+from refitd.testing.actors import Mailroom
 from tests.support.engine_stand_ins import retry_soon, sglang_modules, vllm_config, vllm_modules
 
 SHAPES = {

@@ -6,8 +6,8 @@ import signal
 from typing import Any
 
 from refitd.testing import Daemon, eventually
+from refitd.testing.actors import Actors
 from refitd.testing.daemon import free_port
-from tests.support.actors import Actors
 from tests.support.adapter_ranks import Host, values
 from tests.support.engine_stand_ins import write_checkpoint
 

@@ -39,7 +39,7 @@ def wrap(gloo: Any) -> None:
     join = gloo.join
 
     def joined(epoch: Any) -> Any:
-        from tests.support.meddling import Between
+        from refitd.testing.conformance.meddling import Between
 
         service: Any = join(epoch)
         between, run = Between(service), service.run

@@ -218,7 +218,7 @@ def test_scripts_are_posix_sh_and_what_is_started_stops_at_the_first_error(path)
         assert text.startswith(("#!/usr/bin/env python3", "# Sourced by "))
 
 
-FOLDERS_OF_PAGES = ("", "docs", "docs/decisions")
+FOLDERS_OF_PAGES = ("", "docs", "docs/decisions", "examples/copy_service")
 DOCUMENTS = sorted(path.relative_to(ROOT) for folder in FOLDERS_OF_PAGES for path in (ROOT / folder).glob("*.md"))
 
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from refitd.copy_services import Backend, Capabilities
 from refitd.copy_services.registry import installed
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Contestant:
         if backend.mapped is None and backend.join is None:
             return f"{self.backend} can neither be made for arenas nor join an epoch; this suite needs one of them"
         if self.device not in ("cpu", "cuda"):
-            return f"this suite has no memory on {self.device}; add it to tests/conformance/services.py"
+            return f"this suite has no memory on {self.device}; add it to refitd/testing/conformance/services.py"
         if self.device == "cuda":
             import torch
 

@@ -8,10 +8,10 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 
-from tests.conformance.contestants import Contestant
-from tests.conformance.orders import Orders
-from tests.conformance.transfers import BLOCK_CASTS, CASTS, SIZES, Layout, Maker, Plan
-from tests.conformance.world import ROOM, World
+from refitd.testing.conformance.contestants import Contestant
+from refitd.testing.conformance.orders import Orders
+from refitd.testing.conformance.transfers import BLOCK_CASTS, CASTS, SIZES, Layout, Maker, Plan
+from refitd.testing.conformance.world import ROOM, World
 
 PROCESSES = st.integers(0, 2)
 # few long dimensions: most plans are quick, and some exceed one message

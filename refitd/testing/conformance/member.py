@@ -9,18 +9,15 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services import Epoch
 from refitd.copy_services.registry import installed
-from tests.conformance.orders import Answer, Orders, Stop, Vitals
-from tests.conformance.services import OneSided, TwoSided
-from tests.conformance.transfers import Plan
-from tests.support.actors import Mailroom
-
-if TYPE_CHECKING:
-    pass
+from refitd.testing.actors import Mailroom
+from refitd.testing.conformance.orders import Answer, Orders, Stop, Vitals
+from refitd.testing.conformance.services import OneSided, TwoSided
+from refitd.testing.conformance.transfers import Plan
 
 LABELS = ("alpha", "beta", "gamma", "delta")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from refitd.copy_services.registry import ENTRY_POINTS
-from tests.conformance.contestants import Contestant, contestants
-from tests.conformance.orders import TIMEOUT_S
-from tests.conformance.transfers import Layout, Maker, Plan
-from tests.conformance.world import World
+from refitd.testing.conformance.contestants import Contestant, contestants
+from refitd.testing.conformance.orders import TIMEOUT_S
+from refitd.testing.conformance.transfers import Layout, Maker, Plan
+from refitd.testing.conformance.world import World
 
 
 @pytest.mark.parametrize("contestant", contestants(), ids=str)

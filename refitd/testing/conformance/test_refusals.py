@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from tests.conformance.contestants import Contestant
-from tests.conformance.orders import Orders
-from tests.conformance.transfers import Layout, Maker, Place, Plan, Transfer
-from tests.conformance.world import ROOM, STAGING_BYTES, Outcome, World
+from refitd.testing.conformance.contestants import Contestant
+from refitd.testing.conformance.orders import Orders
+from refitd.testing.conformance.transfers import Layout, Maker, Place, Plan, Transfer
+from refitd.testing.conformance.world import ROOM, STAGING_BYTES, Outcome, World
 
 
 def small_plan() -> Plan:
@@ -22,7 +23,7 @@ def small_plan() -> Plan:
     return maker.plan()
 
 
-def changed(plan: Plan, number: int, **fields: object) -> Plan:
+def changed(plan: Plan, number: int, **fields: Any) -> Plan:
     transfers = list(plan.transfers)
     transfers[number] = replace(transfers[number], **fields)
     return replace(plan, transfers=tuple(transfers))

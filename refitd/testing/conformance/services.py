@@ -14,9 +14,9 @@ from refitd.buffers.arena import MappedArena
 from refitd.copy_services import Backend
 from refitd.describe.casts import cast_number
 from refitd.errors import TransportError
-from tests.conformance.orders import Answer, Orders
-from tests.conformance.transfers import Place, Plan, Transfer, size_of
-from tests.support.meddling import Between
+from refitd.testing.conformance.meddling import Between
+from refitd.testing.conformance.orders import Answer, Orders
+from refitd.testing.conformance.transfers import Place, Plan, Transfer, size_of
 
 if TYPE_CHECKING:
     import torch
@@ -111,11 +111,14 @@ class TwoSided:
     """Transfers as halves that this process sends or receives."""
 
     def __init__(self, number: int, service: ExchangeService, arenas: Mapping[int, MappedArena], device: str) -> None:
+        from refitd.copy_services import WindowExchange
+
         self._number = number
         self._service = service
         self._arenas = arenas
         self._device = device
-        self._between = Between(service)
+        # services with other pipelines bypass their peers
+        self._between = Between(service) if isinstance(service, WindowExchange) else None
 
     @property
     def is_usable(self) -> bool:
@@ -166,7 +169,10 @@ class TwoSided:
             if orders.fails_to_finish:
                 raise ValueError("no room")
 
-        self._between.meddle(orders.meddles)
+        if self._between is not None:
+            self._between.meddle(orders.meddles)
+        elif orders.meddles:
+            raise NotImplementedError("messages that bypass the peers cannot be altered")
         try:
             result = self._service.run(
                 orders.timeout,
@@ -192,7 +198,8 @@ class TwoSided:
 
     def close(self) -> None:
         """See ExchangeService.close."""
-        self._between.leave()
+        if self._between is not None:
+            self._between.leave()
         self._service.close()
 
 

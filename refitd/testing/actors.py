@@ -27,17 +27,20 @@ START_S = 60.0
 GRACE_S = 2.0
 _DUMP = signal.SIGUSR1
 
-# forking a process that has only imported torch takes milliseconds; importing torch takes seconds
-_PRELOADED = (
-    "torch._dynamo",  # DTensors import it when they are first computed with
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "refitd.inprocess.refit",
-    "tests.conformance.member",
-    "tests.spmd.dtensor_cases",
-)
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(list(_PRELOADED))
+_preloaded: list[str] = []
+
+
+def preload(*modules: str) -> None:
+    """Import these modules once, in the process that all others are forked from: importing torch takes seconds.
+
+    It has an effect before the first Actors of this process.
+    """
+    _preloaded.extend(modules)
+    _context.set_forkserver_preload(_preloaded)
+
+
+preload("torch", "refitd.testing.conformance.member")
 
 
 class ActorFailed(AssertionError):
@@ -74,7 +77,10 @@ class Actors:
         mail_here, mail_there = _context.Pipe()
         path = self._stacks(number)
         process = _context.Process(
-            target=_serve, args=(self._make, number, str(path), there, mail_there), name=f"actor-{number}", daemon=True
+            target=_serve,
+            args=(self._make, number, str(path), there, mail_there, tuple(_preloaded)),
+            name=f"actor-{number}",
+            daemon=True,
         )
         process.start()
         there.close()
@@ -287,10 +293,15 @@ class PipeMailbox(Mailbox):
 
 
 def _serve(
-    make: Callable[[int, Mailroom], object], number: int, stacks: str, pipe: Connection, mail: Connection
+    make: Callable[[int, Mailroom], object],
+    number: int,
+    stacks: str,
+    pipe: Connection,
+    mail: Connection,
+    preloaded: tuple[str, ...],
 ) -> None:
     """Execute calls until the connection ends."""
-    assert sys.modules.keys() >= set(_PRELOADED), "the fork server could not import all that it should"
+    assert sys.modules.keys() >= set(preloaded), "the fork server could not import all that it should"
     with open(stacks, "w") as file:
         faulthandler.register(_DUMP, file, all_threads=True)
         try:

@@ -100,7 +100,7 @@ class Layout:
     skew: int = 0
 
     def strides(self, shape: Sequence[int], element: int) -> tuple[int, ...]:
-        """shape (2, 3), 4 bytes: order (0, 1) -> (12, 4); order (1, 0) -> (4, 8); gap 1 -> (16, 4)."""
+        """Shape (2, 3), 4 bytes: order (0, 1) -> (12, 4); order (1, 0) -> (4, 8); gap 1 -> (16, 4)."""
         strides, step = [0] * len(shape), element * self.spread
         for dim in reversed(self.order or range(len(shape))):
             strides[dim] = step

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from tests.conformance.contestants import Contestant
-from tests.conformance.transfers import Layout, Maker
-from tests.conformance.world import World
+from refitd.testing.conformance.contestants import Contestant
+from refitd.testing.conformance.transfers import Layout, Maker
+from refitd.testing.conformance.world import World
 
 # a service that stayed would keep its staging buffers, more than this in ten epochs
 GROWTH_BYTES = 8 << 20  # the allocator keeps a buffer or two of 3 MB; ten epochs that kept theirs would hold ten

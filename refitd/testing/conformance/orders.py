@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 TIMEOUT_S = 20.0
 
@@ -27,7 +23,7 @@ class Orders:
         linger_s: after an error, how long to look for bytes that are still written.
         fails_to_finish: whether `finish` raises; two-sided services only.
         forgets_local_receive: whether to skip noting receives from this process itself; two-sided services only.
-        meddles: how to alter received bytes, see tests.support.meddling; two-sided services only.
+        meddles: how to alter received bytes, see refitd.testing.conformance.meddling; two-sided services only.
     """
 
     verify: bool = True

@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from refitd.buffers import arena as memory
 from refitd.buffers.arena import MappedArena
-from tests.conformance.contestants import Contestant
-from tests.conformance.member import Member
-from tests.conformance.orders import TIMEOUT_S, Answer, Orders, Vitals
-from tests.conformance.transfers import Plan, performed, put_numbers
-from tests.support.actors import Actors
-
-if TYPE_CHECKING:
-    pass
+from refitd.testing.actors import Actors
+from refitd.testing.conformance.contestants import Contestant
+from refitd.testing.conformance.member import Member
+from refitd.testing.conformance.orders import TIMEOUT_S, Answer, Orders, Vitals
+from refitd.testing.conformance.transfers import Plan, performed, put_numbers
 
 ROOM = 2 << 20  # bytes of each arena
 STAGING_BYTES = 512 << 10  # of each service; the largest transfers are larger
@@ -76,7 +74,7 @@ class World:
         self.client = size if not contestant.capabilities.is_one_sided else 1
         self._random = np.random.default_rng(size)
         self._noise = self._random.integers(0, 256, 2 * room + 4099, dtype=np.uint8)
-        self._ids = count()
+        self._name, self._ids = secrets.token_hex(4), count()  # names of epochs are never reused
         self.is_ready = False
         self.actors = Actors(partial(Member, contestant.backend, contestant.device), self.client + 1)
         self._descriptors: list[int] = []
@@ -128,7 +126,7 @@ class World:
 
     def new_epoch(self) -> str:
         """Return a new name for an epoch."""
-        return f"e{next(self._ids)}"
+        return f"{self._name}-{next(self._ids)}"
 
     def join(
         self, processes: Sequence[int] | None = None, *, timeout: float = TIMEOUT_S, **how: Any

@@ -1,14 +1,21 @@
+"""The fixtures of the suite: each test gets every backend that can run here."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.conformance.contestants import Contestant, contestants
-from tests.conformance.world import World
+from refitd.testing.conformance.contestants import Contestant, contestants
+from refitd.testing.conformance.world import World
 
 # contestants that cannot run here are skipped once, with the reason, in test_capabilities.py
 _ABLE = [contestant for contestant in contestants() if not contestant.missing()]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marker of slow tests, which refitd's own configuration leaves out."""
+    config.addinivalue_line("markers", "slow: more of what another test does already")
 
 
 @pytest.fixture(params=_ABLE, ids=str)
