@@ -17,6 +17,7 @@ from refitd.protocol.reports import (
     TargetStatus,
 )
 from refitd.states import LinkState, ServingState, SwapOutcome
+from refitd.text import target_rank
 from refitd_cli.output import Grid, console, duration, grid, rank_ranges, rate, say, size, version, versions
 
 # the states in the order of their urgency
@@ -257,7 +258,7 @@ def _events(model: ModelStatus) -> Iterator[str]:
         yield f"swap {running.swap} to version {running.version}, running:"
         yield from (f"  {event}" for event in model.swap_events)
     for target in model.targets:
-        yield f"{target.replica} rank {target.rank}: {target.step or 'nothing heard of it yet'}"
+        yield f"{target_rank(target.replica, target.rank)}: {target.step or 'nothing heard of it yet'}"
         yield from (f"  {event}" for event in target.events)
 
 

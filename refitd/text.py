@@ -85,6 +85,11 @@ def named(labels: Sequence[str]) -> str:
     return labels[0] + (f" and {len(labels) - 1} more like it" if len(labels) > 1 else "")
 
 
+def target_rank(replica: str, rank: int) -> str:
+    """Return the name of a target's rank: "replica 'a' rank 0"."""
+    return f"replica {replica!r} rank {rank}"
+
+
 def nearest(name: str, known: Iterable[str], count: int = 5, cutoff: float = 0.3) -> list[str]:
     """Return the known names most similar to an unknown name, the most similar first; `cutoff` is in 0..1."""
     return difflib.get_close_matches(name, list(known), count, cutoff)

@@ -29,6 +29,7 @@ from refitd.protocol.reports import (
     VerifyReport,
 )
 from refitd.states import SwapOutcome
+from refitd.text import target_rank
 
 if TYPE_CHECKING:
     import torch
@@ -372,7 +373,7 @@ class Operations:
 
 def _failed(report: SwapReport, together: tuple[SwapReport, ...] = ()) -> SwapFailed:
     """Return the error for a swap that is not live everywhere, with the reports of the swaps `together` with it."""
-    causes = {f"{m.replica} rank {m.rank}": m.reason for m in report.members if m.reason}
+    causes = {target_rank(m.replica, m.rank): m.reason for m in report.members if m.reason}
     is_late = report.outcome == SwapOutcome.DECIDED
     how = "not complete yet" if is_late else f"{report.outcome} in phase {report.phase}"
     what = f"swap of {report.model!r} to version {report.version} {how}"

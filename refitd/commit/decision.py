@@ -277,15 +277,28 @@ def _asked_to_abort(state: Swap, event: AbortAsked, now: float) -> _Stepped:
     return _abort(state, event.reason, "", event.cause, now)
 
 
+# The setting that limits each phase before the decision, and how a rank gets more time to commit.
+_SETTINGS = {
+    Phase.PLANNED: "deadlines.plan_s",
+    Phase.HALTING: "deadlines.pause_s",
+    Phase.STAGING: "deadlines.stage_s",
+    Phase.PAUSING: "deadlines.pause_s",
+}
+_LONGER = "by poll(), wait() or its controller's commit; call poll() more often, or raise "
+
+
 def _late(state: Swap, event: TimePassed, now: float) -> _Stepped:
     if now < state.deadline:
         return state, []
     spent = now - state.entered[state.phase]
     if state.phase is Phase.COMMITTING:
-        failed = {m: f"did not take over the version within {spent:.1f} s" for m in state.waiting}
+        why = f"did not take over the version within {spent:.1f} s, {_LONGER}deadlines.commit_s"
+        failed = dict.fromkeys(state.waiting, why)
         return _onward(replace(state, failed={**state.failed, **failed}, cause=SwapCause.DEADLINE), now)
     late = ", ".join(state.names.get(who, who) for who in sorted(state.waiting)) or "the coordinator"
-    reason = f"phase {state.phase.value} ended at its deadline after {spent:.1f} s, still waiting for {late}"
+    setting = _SETTINGS.get(state.phase)
+    advice = f"; if that was too short, raise {setting}" if setting else ""
+    reason = f"phase {state.phase.value} ended at its deadline after {spent:.1f} s, still waiting for {late}{advice}"
     return _abort(state, reason, ", ".join(sorted(state.waiting)), SwapCause.DEADLINE, now)
 
 

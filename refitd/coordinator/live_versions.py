@@ -18,6 +18,7 @@ from refitd.protocol.base import clipped
 from refitd.protocol.cluster import LiveClaim
 from refitd.protocol.reports import MemberReport, SwapReport
 from refitd.states import MemberState, SwapCause, SwapOutcome
+from refitd.text import target_rank
 
 # Daemons register within about a second of each other. A daemon that missed its coordinator's goodbye is 5 s late. A
 # coordinator waits this long after the first daemon before it begins a swap, if its journal is new, if daemons know
@@ -272,10 +273,8 @@ class AbsentRanks:
 
     def describe(self, model: str) -> str:
         """Return a model's absent ranks as text for people."""
-        found = [
-            f"{one.replica} rank {one.rank} (node {one.node})" for one in sorted(self._ranks) if one.model == model
-        ]
-        return ", ".join(found[:10])
+        found = [one for one in sorted(self._ranks) if one.model == model][:10]
+        return ", ".join(f"{target_rank(one.replica, one.rank)} (node {one.node})" for one in found)
 
 
 def _absent(member: Member, member_id: str) -> _Absent:
@@ -375,7 +374,7 @@ class Recovery:
             for m in swap.report.members
         )
         short = [
-            f"{m.replica} rank {m.rank} (node {m.node}, host {m.host}, pid {m.pid})"
+            f"{target_rank(m.replica, m.rank)} (node {m.node}, host {m.host}, pid {m.pid})"
             for m in members
             if m.state != MemberState.COMMITTED
         ]

@@ -21,7 +21,7 @@ from refitd.protocol.cluster import AddShard
 from refitd.protocol.reports import LostNode, NodeStatus, ReplicaName
 from refitd.protocol.roles import ANYONE, Allowed
 from refitd.states import CommitMode, ServingState, TransferMode
-from refitd.text import brief
+from refitd.text import brief, target_rank
 
 # Retries of a failed commit hook while ranks still have the version pending, and the pause that each adds.
 COMMIT_AGAIN = 3
@@ -140,8 +140,9 @@ class Member:
 
     def describe(self) -> str:
         """Return its name for people."""
-        kind = self.added.replica if self.added.role == "target" else "source"
-        return f"{kind} rank {self.added.rank} (node {self.place.node}, host {self.place.host}, pid {self.added.pid})"
+        added = self.added
+        who = target_rank(added.replica, added.rank) if added.role == "target" else f"source rank {added.rank}"
+        return f"{who} (node {self.place.node}, host {self.place.host}, pid {self.added.pid})"
 
 
 def commit_mode(added: AddShard) -> CommitMode:
@@ -451,7 +452,7 @@ class Membership:
         pools = {"": [_registered(m, rank, f"source rank {rank}", True) for rank, m in sorted(self.sources.items())]}
         offsets, is_seeded = self._offsets(), bool(self.seeds)
         for (replica, rank), m in sorted(self._receivers().items()):
-            gives, label = (replica, rank) in self.seeds, f"{replica} rank {rank}"
+            gives, label = (replica, rank) in self.seeds, target_rank(replica, rank)
             pools.setdefault(replica, []).append(_registered(m, offsets[replica] + rank, label, gives, is_seeded))
         return list(pools.values())
 

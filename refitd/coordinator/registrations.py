@@ -20,6 +20,7 @@ from refitd.protocol import cluster, local
 from refitd.protocol.base import Message
 from refitd.protocol.reports import EvictReport, ForgetReport
 from refitd.protocol.shards import Shard
+from refitd.text import target_rank
 
 # Limit on replicas recorded for a drained node. A further replica that loses its rank there counts as incomplete.
 MAX_REPLICAS = 4096
@@ -341,7 +342,7 @@ def evict(turn: Turn, asked: local.Evict) -> EvictReport:
     membership = turn.fleet.models.named(asked.model).membership
     found = [m for m in membership.replica(asked.replica) if asked.rank in (None, m.added.rank)]
     if not found:
-        there = ", ".join(f"{replica} rank {rank}" for replica, rank in sorted(membership.targets)) or "none"
+        there = ", ".join(target_rank(replica, rank) for replica, rank in sorted(membership.targets)) or "none"
         rank = "" if asked.rank is None else f" rank {asked.rank}"
         raise RefusedError(f"model {asked.model!r} has no replica {asked.replica!r}{rank}; registered: {there}")
     reason = f"it was evicted on request: {asked.reason or 'no reason given'}"

@@ -75,7 +75,7 @@ def test_engines_hold_every_version_fail_join_leave_and_return_and_a_close_leave
 
     with pytest.raises(Failed) as caught:
         job.update(4, fails="b")
-    reasons = "the loader failed", "out of memory", "b rank 0", "a-dp1 rank 0"
+    reasons = "the loader failed", "out of memory", "'b' rank 0", "'a-dp1' rank 0"
     assert any(reason in str(caught.value) for reason in reasons), caught.value
     assert "a" not in caught.value.by and job.holding(4)[:1] == ["a"], "the version is live elsewhere"
     updated(job, 5)

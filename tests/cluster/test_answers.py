@@ -26,7 +26,7 @@ def decided(trainer: Trainer) -> refitd.SwapReport:
         report = late.value.report
         assert report is not None
         if report.outcome == refitd.SwapOutcome.DECIDED:
-            assert "b rank 0" in str(late.value) and late.value.causes
+            assert "'b' rank 0" in str(late.value) and late.value.causes
             return report
         seconds *= 2  # the machine is slow: the caller's time was over before the decision
 
@@ -57,7 +57,7 @@ def test_a_swap_that_waits_its_turn_is_answered_in_time_too(start_daemon) -> Non
         target = engine.register_target(policy(), {"w": torch.zeros(64, 64)}, replica="b")
         version = decided(trainer).version
         trainer.publish()
-        with pytest.raises(refitd.DeadlineExceeded, match=r"its turn did not come .* waits for b rank 0"):
+        with pytest.raises(refitd.DeadlineExceeded, match=r"its turn did not come .* waits for replica 'b' rank 0"):
             trainer.client.swap(policy(), timeout=1.0, queue=True)
         ran = refitctl_swap(daemon, "--queue")
         assert ran.returncode == 1 and "its turn did not come" in ran.stderr

@@ -118,5 +118,5 @@ def test_a_derived_tensor_without_a_hook_refuses_the_swap(daemon: Daemon) -> Non
                 named("m"), mine, replica="r", derived={"fused": Derived(torch.zeros(4), ("other",))}
             )
         engine.register_target(named("m"), mine, replica="r", derived={"fused": Derived(torch.zeros(4), ("norm",))})
-        with pytest.raises(refitd.RefusedError, match=r"r rank 0 .*fused derived from .*no hook"):
+        with pytest.raises(refitd.RefusedError, match=r"'r' rank 0 .*fused derived from .*no hook"):
             trainer.swap(named("m"), 1, timeout=60)

@@ -365,7 +365,7 @@ def test_who_wants_what_nobody_offers_is_refused_before_anything_moves(daemon: D
         trainer.register_source(named("m"), {"w": torch.zeros(320, 128, dtype=torch.float16)}).publish(1)
         held = {"w": MXFP8Buffer.empty((320, 128))}
         engine.register_target(named("m"), held, replica="r", convert_on_send=True)
-        with pytest.raises(refitd.RefusedError, match=r"r rank 0 .*w: it is wanted in MXFP8, and no source offers it"):
+        with pytest.raises(refitd.RefusedError, match=r"'r' rank 0 .*w: it is wanted in MXFP8, and no source"):
             trainer.swap(named("m"), 1, timeout=60)
         with pytest.raises(refitd.PlanError, match="w: it is wanted in MXFP8, and no source offers it"):
             trainer.plan(named("m"))

@@ -144,7 +144,7 @@ def test_a_seed_whose_memory_was_changed_seeds_nobody(shared_daemon: Daemon, for
         assert client.verify(model).outcome == "proven"
         spoil(shared_daemon, a)
         caught_up(looks, c := Replica(client, "c", model=model), seeds={"b"})
-        assert ["a rank 0 (node n0, host" in swap.reason for swap in looks.history(model, 2).swaps] == [False, True]
+        assert ["'a' rank 0 (node n0, host" in swap.reason for swap in looks.history(model, 2).swaps] == [False, True]
         for target in (*b.targets, *c.targets):
             target.close()
         d = Replica(client, "d", model=model)  # no replica can seed it: it waits for the next swap

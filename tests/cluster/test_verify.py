@@ -333,7 +333,7 @@ def test_replicas_that_were_given_different_bytes_of_a_version_are_a_mix(start_d
         assert {float(held["w"][0]) for held in live} == {1.0, 2.0}
         report = trainer.verify(named("m"), timeout=30)
         assert report.outcome == "differs" and len(report.mixed) == 1, report
-        assert "a rank 0" in report.mixed[0] and "b rank 0" in report.mixed[0]
+        assert "'a' rank 0" in report.mixed[0] and "'b' rank 0" in report.mixed[0]
         assert [m.state for m in report.members] == ["proven", "proven"]  # each has the bytes that it received
 
 

@@ -67,7 +67,7 @@ def test_json_has_everything_whatever_a_table_leaves_out():
 def test_status_shows_the_last_events_of_swaps_and_targets_where_they_are_asked_for():
     lines = [line.strip() for line in run(FakeClient(), "status", "--events").stdout.splitlines()]
     assert lines[lines.index("swap s3 to version 8, running:") + 1] == STATUS.models[0].swap_events[0]
-    told = f"{TARGET.replica} rank {TARGET.rank}: staging swap s3, serving version 7"
+    told = f"replica {TARGET.replica!r} rank {TARGET.rank}: staging swap s3, serving version 7"
     assert lines[lines.index(told) + 1] == TARGET.events[0]
     assert "StageBegan" not in run(FakeClient(), "status").stdout
     (target,) = run(FakeClient(), "status", "--json").object["models"][0]["targets"]

@@ -97,7 +97,7 @@ def test_a_seed_that_fails_is_done_without_at_once() -> None:
     second = read(h)
     assert first | second == {"a", "b"} and not first & second
     report = h.state.models["m"].last
-    assert report is not None and f"{min(first)} rank 0 (node n1, host h, pid 5): its memory" in report.reason
+    assert report is not None and f"replica {min(first)!r} rank 0 (node n1, host h, pid 5): its memory" in report.reason
     h.say("n1", local.Deregister(member=min(second), reason="its process has ended"))
     assert read(h) == {"src"}, "nobody else is left"
     assert not reports(h.tick())

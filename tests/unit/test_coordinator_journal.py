@@ -150,7 +150,7 @@ def test_who_does_not_come_back_after_a_decision_is_named() -> None:
     h.join()  # it has been silent for as long
     entry = last(h)
     assert entry.state == "incomplete" and entry.reason.endswith(
-        "not known to serve it: b rank 0 (node n0, host h, pid 5)"
+        "not known to serve it: replica 'b' rank 0 (node n0, host h, pid 5)"
     )
     assert entry.report is not None
     assert {m.replica: m.state for m in entry.report.members} == {"a": "committed", "b": "lost"}

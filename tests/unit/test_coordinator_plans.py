@@ -121,7 +121,7 @@ def test_who_leaves_while_the_plan_is_made_aborts_the_swap_by_name_and_the_plan_
     h = Harness().ready()
     make = planned_later(h, lambda: h.say("n0", local.StartSwap("m"), request=9))
     (report,) = reports(h.say("n0", local.Deregister(member="a", reason="its process has ended")))
-    assert report.outcome == "aborted" and "a rank 0" in report.reason
+    assert report.outcome == "aborted" and "replica 'a' rank 0" in report.reason
     assert kinds(make()) == []
     h.add("a")
     (load,) = [m for m in h.say("n0", local.StartSwap("m"), request=9) if isinstance(m, cluster.LoadPlan)]

@@ -39,7 +39,7 @@ def test_a_late_commit_blocks_the_next_swap_until_it_is_made() -> None:
     h.now += Config().deadlines.commit_s + 1
     h.state.nodes["n0"].last_heard = h.now
     (report,) = reports(h.tick())
-    assert report.outcome == "incomplete" and "did not take over" in report.reason
+    assert report.outcome == "incomplete" and "poll() more often, or raise deadlines.commit_s" in report.reason
     assert of_target(h) == (None, 1)
     h.say("n0", local.Publish(member="src", version=2))
     (failure,) = h.say("n0", local.StartSwap("m"), request=1)
@@ -74,7 +74,7 @@ def test_whoever_asked_is_told_in_time_that_it_is_decided_and_who_is_late_and_it
     assert h.state.next_deadline() == 2.0
     h.now = 2.0
     (report,) = reports(h.tick())
-    assert report.outcome == "decided" and "b rank 0" in report.reason and "a rank 0" not in report.reason
+    assert report.outcome == "decided" and "replica 'b' rank 0" in report.reason and "'a' rank 0" not in report.reason
     assert [(m.replica, m.state) for m in report.members] == [("a", "committed"), ("b", "late")]
     h.now = 3.0
     assert h.tick() == [], "nobody is told twice"
@@ -87,7 +87,7 @@ def test_an_evicted_rank_ends_the_swap_that_waits_for_it_and_its_node_is_told_af
     swap = h.until_staging()
     h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
     (unknown,) = h.say("n0", local.Evict(model="m", replica="a", rank=4), request=7)
-    assert isinstance(unknown, local.Failure) and "registered: a rank 0" in unknown.message
+    assert isinstance(unknown, local.Failure) and "registered: replica 'a' rank 0" in unknown.message
     said = h.say("n0", local.Evict(model="m", replica="a", reason="it hangs"), request=7)
     (report,) = reports(said)
     assert report.outcome == "incomplete" and "evicted on request: it hangs" in report.members[0].reason
@@ -95,7 +95,7 @@ def test_an_evicted_rank_ends_the_swap_that_waits_for_it_and_its_node_is_told_af
     assert evicted.member == "a"
     assert said.index(report) < said.index(evicted)
     (answer,) = [m for m in said if isinstance(m, EvictReport)]
-    assert answer.members == ("a rank 0 (node n0, host h, pid 5)",)
+    assert answer.members == ("replica 'a' rank 0 (node n0, host h, pid 5)",)
     assert kinds(h.add("a")) == ["Done", "LoadPlan"]  # it may register again, and is brought up to date
 
 
@@ -145,9 +145,9 @@ def test_a_swap_that_waits_in_vain_is_told_for_whom_and_what_to_do() -> None:
     awaited = "(asked, phase stage) runs and waits for node n0 to stage it; look at that node, or stop the swap: "
     assert late(1.5) == f"{awaited}`refitctl abort m`"
     h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
-    awaited = "(asked, phase commit) runs and waits for a rank 0 (node n0, host h, pid 5) to take it over (poll() or "
-    assert (
-        late(3.0) == f"{awaited}wait(), or its controller's call); if it hangs: `refitctl evict m --replica a --rank 0`"
+    assert late(3.0) == (
+        "(asked, phase commit) runs and waits for replica 'a' rank 0 (node n0, host h, pid 5) to take it over (poll() "
+        "or wait(), or its controller's call); if it hangs: `refitctl evict m --replica a --rank 0`"
     )
 
 
