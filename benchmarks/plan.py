@@ -20,8 +20,8 @@ from benchmarks import machine, models
 from refitd.coordinator.descriptions import Registered, ShardReader
 from refitd.describe.metadata import Roster
 from refitd.offline.layouts import position, world_size
+from refitd.protocol.base import digest_of, encode, pack, unpack
 from refitd.protocol.cluster import AddShard, DescribeShard
-from refitd.protocol.codec import digest_of, encode, pack, unpack
 from refitd.protocol.local import RegisterSource
 from refitd.protocol.shards import Shard, shard_of
 

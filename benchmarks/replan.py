@@ -25,8 +25,7 @@ from refitd.coordinator.plans import PlanMemory, make_plan
 from refitd.coordinator.state import CoordinatorState
 from refitd.offline.layouts import world_size
 from refitd.protocol import cluster, local
-from refitd.protocol.base import PROTOCOL_VERSION
-from refitd.protocol.codec import encode
+from refitd.protocol.base import PROTOCOL_VERSION, encode
 from refitd.protocol.reports import NodeStatus, SwapReport
 from tests.support.coordinator_harness import Past
 

@@ -43,7 +43,7 @@ class NodeConfig(Section, frozen=True):
     max_arena_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 1 << 46  # all arenas together
     keep_targets_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 600.0  # how long to retain dead engines' staging
     address: Annotated[str, msgspec.Meta(max_length=200)] = ""  # where other nodes' workers reach this node's workers
-    cards: dict[str, str] = {}  # {GPU's UUID or number, or "main": network card}; others use the closest (lanes.py)
+    cards: dict[str, str] = {}  # {GPU's UUID or number, or "main": network card}; others use the closest (workers.py)
 
 
 class CoordinatorConfig(Section, frozen=True):

@@ -35,7 +35,7 @@ ELEMENT_SIZES: dict[str, int] = {
     "complex64": 8,
     "complex128": 16,
 }
-# Blocks of elements, which senders convert to MXFP8 or FP8 (refitd.mxfp8.blocks). A plan has one element for each.
+# Blocks of elements, which senders convert to MXFP8 or FP8 (refitd.mxfp8.parts). A plan has one element for each.
 BLOCK_SIZES: dict[str, int] = {
     "bfloat16[32]": 64,
     "float32[32]": 128,

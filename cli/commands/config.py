@@ -13,8 +13,8 @@ import msgspec
 from refitd.config import Config, EtcdPlace
 from refitd.errors import ConfigError, RefitdError
 from refitd.protocol import keys
-from refitd.protocol.directory import check_runtime_dir
 from refitd.security import coordinator_keys, daemon_keys, node_users
+from refitd.service import check_runtime_dir
 from refitd_cli.group import EXIT_USAGE, Listed
 from refitd_cli.output import print_json, print_table, say, to_json
 from refitd_cli.printed import Check, ConfigChecked, ConfigShown

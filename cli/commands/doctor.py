@@ -20,7 +20,7 @@ from refitd.buffers import capacity, cuda
 from refitd.config import default_runtime_dir
 from refitd.copy_services import Capabilities, registry
 from refitd.copy_services.registry import OWN, Offer
-from refitd.daemon.lanes import SYSFS, Gpu, cards, lanes_of, visible_gpus
+from refitd.daemon.workers import SYSFS, Gpu, cards, lanes_of, visible_gpus
 from refitd.errors import ConfigError, RefitdError
 from refitd_cli.group import EXIT_FAILED
 from refitd_cli.output import print_json, print_table, size, to_json

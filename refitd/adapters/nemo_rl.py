@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 import refitd
-from refitd.adapters.received import ReceivedTensors
 from refitd.adapters.refit_room import GENERATION, TRAINER, SessionRoom
-from refitd.adapters.streams import PublishedShare, Shapes, Weights, copied
+from refitd.adapters.streams import PublishedShare, ReceivedTensors, Shapes, Weights, copied
 
 POLL_S = 0.1  # interval between checks for missing versions and ranks
 BEAT_S = 0.25  # interval between checks for a failure of another rank

@@ -25,8 +25,7 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 import refitd
-from refitd.adapters.received import ReceivedTensors
-from refitd.adapters.streams import FirstStream, Shapes, Weights
+from refitd.adapters.streams import FirstStream, ReceivedTensors, Shapes, Weights
 
 log = logging.getLogger("refitd.verl")
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from refitd.addressing.copies import WorkList, cut, destination_addresses, equal_shares, source_addresses
-from refitd.addressing.places import Int64, Places
-from refitd.addressing.tiles import with_pitches
+from refitd.addressing.places import Int64, Places, with_pitches
 from refitd.plan.table import CrossingTable
 
 

@@ -20,13 +20,11 @@ from typing import ClassVar, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from refitd.addressing.places import Int64, Places, ShapeAndStrides, choose
-from refitd.addressing.tiles import with_pitches
+from refitd.addressing.places import Int64, Places, ShapeAndStrides, choose, with_pitches
 from refitd.buffers.layout import row_major_strides
 from refitd.dtypes import TILE_ITEMS
 from refitd.errors import TransportError
-from refitd.mxfp8.format import BLOCK, ROUNDINGS, TILE_ROWS, Rounding, swizzled_bytes
-from refitd.mxfp8.fp8 import TILE, tiles_shape
+from refitd.mxfp8.format import BLOCK, ROUNDINGS, TILE, TILE_ROWS, Rounding, swizzled_bytes, tiles_shape
 from refitd.plan.columns import Columns, ranges
 from refitd.plan.table import BOXES, CopyTable, CrossingTable, FillTable, PlanTable, RegionTable
 

@@ -19,7 +19,7 @@ from refitd.errors import ArenaError
 from refitd.text import printable
 
 if TYPE_CHECKING:
-    from refitd.buffers.cuda_streams import Pin
+    from refitd.buffers.cuda_driver import Pin
 
 # These are missing in some Python versions; the numbers are the kernel's (fcntl.h, mman-common.h).
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034

@@ -1,9 +1,18 @@
-"""The layout of arenas whose tensors are placed by refitd."""
+"""The layout of arenas whose tensors are placed by refitd, and the blocks of a tensor, which have digests.
+
+A tensor's elements are cut, in row-major order and independent of their strides, into [0:step], [step:2*step], ... A
+tensor has one digest for each block, in this order. A digest covers a block's content; the list covers its position.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
 
 # Tensors start on a cache-line pair: neighbours that two workers write never share a line.
 ALIGNMENT = 256
@@ -44,3 +53,112 @@ def extent(shape: Sequence[int], strides: Sequence[int], element_size: int) -> i
     if 0 in shape:
         return 0
     return sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + element_size
+
+
+MIN_BLOCK_BYTES = 1 << 20
+MAX_BLOCKS = 64  # of one tensor
+DIGEST_BYTES = 8
+# bytes that are gathered, hashed or compared in one step; they stay in cache
+CHUNK_BYTES = 256 << 10
+
+Elements = npt.NDArray[np.void]
+
+
+def block_steps(elements: npt.NDArray[np.int64], element_size: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the number of elements in each tensor's blocks; the last block may have fewer.
+
+    524,288 elements of 2 bytes, 1 MiB -> 524,288; 256 MiB -> 2,097,152, in 64 blocks
+    """
+    nbytes = np.maximum(MIN_BLOCK_BYTES, -(-elements * element_size // MAX_BLOCKS))
+    steps: npt.NDArray[np.int64] = -(-nbytes // element_size)
+    return steps
+
+
+def blocks_of(elements: int, step: int) -> list[tuple[int, int]]:
+    """Return (first element, number of elements) of every block; an empty tensor has no block."""
+    return [(first, min(step, elements - first)) for first in range(0, elements, step)]
+
+
+def packed(array: Elements, first: int, count: int) -> Iterator[Elements]:
+    """Yield elements [first : first + count], in row-major order, as contiguous pieces of at most about CHUNK_BYTES."""
+    if array.flags.c_contiguous or array.ndim == 1:
+        flat = array.reshape(-1) if array.flags.c_contiguous else array
+        step = max(1, CHUNK_BYTES // array.itemsize)
+        for at in range(first, first + count, step):
+            yield np.ascontiguousarray(flat[at : min(at + step, first + count)])
+        return
+    inner = prod(array.shape[1:])
+    rows = max(1, CHUNK_BYTES // (inner * array.itemsize))
+    end = first + count
+    while first < end:
+        row, skip = divmod(first, inner)
+        whole = min(rows, (end - first) // inner)
+        if skip or not whole or whole * inner * array.itemsize > CHUNK_BYTES:
+            part = min(inner - skip, end - first)
+            yield from packed(array[row], skip, part)
+        else:
+            part = whole * inner
+            yield np.ascontiguousarray(array[row : row + whole]).reshape(-1)
+        first += part
+
+
+def digest(parts: Iterator[Elements]) -> bytes:
+    """Return the digest of the concatenated pieces; it depends on the position of every byte."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part.view(np.uint8).data)
+    return state.digest()
+
+
+def compare(live: Iterator[Elements], expected: Iterator[Elements], first: int) -> tuple[int, int, int]:
+    """Return (first, last, number) of the elements that differ; number 0: none differ.
+
+    Both sides begin at index `first` and yield the same total number of elements, but may cut them differently.
+    """
+    found, lowest, highest, at = 0, 0, 0, first
+    for one, other in zip(_evenly(live), _evenly(expected), strict=True):
+        a, b = (part.view(np.uint8).reshape(len(part), part.itemsize) for part in (one, other))
+        rows = np.flatnonzero((a != b).any(axis=1))
+        if len(rows):
+            lowest = lowest if found else at + int(rows[0])
+            highest = at + int(rows[-1])
+            found += len(rows)
+        at += len(one)
+    return lowest, highest, found
+
+
+def _evenly(parts: Iterator[Elements]) -> Iterator[Elements]:
+    """Cut the concatenated pieces into equal steps: two sides with different pieces can then be compared."""
+    kept: list[Elements] = []
+    held = 0
+    for part in parts:
+        step, rest = max(1, CHUNK_BYTES // part.itemsize), part
+        while held + len(rest) >= step:
+            head, rest = rest[: step - held], rest[step - held :]
+            yield np.concatenate([*kept, head]) if kept else head
+            kept, held = [], 0
+        if len(rest):
+            kept.append(rest)
+            held += len(rest)
+    if kept:
+        yield np.concatenate(kept)
+
+
+def slice_text(shape: Sequence[int], first: int, last: int) -> str:
+    """Return the smallest box that contains elements `first` to `last` of a tensor, written as an index.
+
+    shape (4, 8): 10..13 -> "[1, 2:6]"; 10..17 -> "[1:3, :]"
+    """
+    if not shape:
+        return "[]"
+    words: list[str] = []
+    for dim, size in enumerate(shape):
+        inner = prod(shape[dim + 1 :])
+        low, high = first // inner % size, last // inner % size
+        if low == high:
+            words.append(str(low))
+            continue
+        words.append(f"{low}:{high + 1}")
+        words += [":"] * (len(shape) - dim - 1)
+        break
+    return f"[{', '.join(words)}]"

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from refitd.errors import RefitdError, RefusedError
-from refitd.protocol.base import Message
-from refitd.protocol.codec import encode
+from refitd.protocol.base import Message, encode
 from refitd.protocol.roles import check_names
 from refitd.text import mismatch, shown
 

@@ -40,9 +40,8 @@ from refitd.errors import (
     from_code,
 )
 from refitd.protocol import local, sidecar
-from refitd.protocol.base import PROTOCOL_VERSION, Message
+from refitd.protocol.base import PROTOCOL_VERSION, Decoder, Message, UnknownKind, encode
 from refitd.protocol.channel import Dealer, local_peer
-from refitd.protocol.codec import Decoder, UnknownKind, encode
 from refitd.protocol.reports import SwapProgress
 from refitd.protocol.roles import check_names
 

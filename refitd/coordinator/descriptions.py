@@ -14,11 +14,10 @@ from refitd.describe.layout import without_ranks
 from refitd.describe.metadata import ParameterMetadata, Roster
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import PlanError, ProtocolError, RefusedError
-from refitd.mxfp8.blocks import converted_by_senders
-from refitd.mxfp8.parts import MARK, part_of
+from refitd.mxfp8.parts import MARK, converted_by_senders, part_of
 from refitd.plan.completion import Said
+from refitd.protocol.base import unpack
 from refitd.protocol.cluster import AddShard
-from refitd.protocol.codec import unpack
 from refitd.protocol.roles import check_tensor_names
 from refitd.protocol.shards import Shard, WireTensor, metadata_of
 

@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from refitd.clusters import ClusterSpeeds
 from refitd.commit import swap_events
-from refitd.commit.decision import Phase, Swap
-from refitd.commit.fences import fence_reason
+from refitd.commit.decision import Phase, Swap, fence_reason
 from refitd.commit.steps import FlipSteps
 from refitd.config import Config, ModelConfig
 from refitd.coordinator.actions import Answer, Effects, Remember, Send, Waiter

@@ -28,9 +28,9 @@ from refitd.logs import EventLog, Throttle, setup
 from refitd.metrics import opened
 from refitd.protocol import cluster
 from refitd.protocol.channel import Router
-from refitd.protocol.directory import make_runtime_dir
 from refitd.protocol.keys import ServerKeys
 from refitd.security import coordinator_keys, coordinator_uids
+from refitd.service import make_runtime_dir
 
 if TYPE_CHECKING:
     from refitd.coordinator.metrics import CoordinatorMonitor

@@ -24,6 +24,7 @@ from refitd.plan.relays import Relays
 from refitd.plan.routes import KnownRoutes, Links, RoutedTable, routes_of
 from refitd.plan.shared import GlobalPlan, Regions
 from refitd.plan.table import CopyTable, CrossingTable, FillTable, Int32, Parted, PartRows, PlanTable, Uses
+from refitd.protocol.base import digest_of, pack
 from refitd.protocol.cluster import (
     EpochPart,
     EpochParts,
@@ -33,7 +34,6 @@ from refitd.protocol.cluster import (
     PlanPart,
     ShareRanks,
 )
-from refitd.protocol.codec import digest_of, pack
 
 if TYPE_CHECKING:
     from refitd.coordinator.paths import Wiring

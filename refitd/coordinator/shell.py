@@ -28,8 +28,7 @@ from refitd.errors import CommitError, PlanError, ProtocolError, RefitdError, Re
 from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle
 from refitd.protocol import cluster
-from refitd.protocol.channel import Received, Router, framed, hear_out
-from refitd.protocol.codec import (
+from refitd.protocol.base import (
     LARGE_FRAME,
     NODE_HELLO_BYTES,
     BackgroundThread,
@@ -38,6 +37,7 @@ from refitd.protocol.codec import (
     UnknownKind,
     request_of,
 )
+from refitd.protocol.channel import Received, Router, framed, hear_out
 from refitd.protocol.local import Failure
 from refitd.protocol.roles import ANYONE, Allowed
 from refitd.security import coordinator_keys

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from refitd.commit import decision, swap_events
-from refitd.commit.decision import Limits, Phase
-from refitd.commit.fences import Verdict, verdict
+from refitd.commit.decision import Limits, Phase, Verdict, verdict
 from refitd.coordinator import controllers, preparation, swaps
 from refitd.coordinator.actions import Waiter
 from refitd.coordinator.fleet import Models, ModelState, Queued, Running, Together, Turn

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from refitd.addressing.paths import Path
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import MappedDeviceArena
-from refitd.buffers.cuda_streams import MOST_PITCH, Gpu, Pin, Window
+from refitd.buffers.cuda_driver import MOST_PITCH, Gpu, Pin, Window
 from refitd.copy_services import DigestMismatch, PreparedJob, RunResult
 from refitd.copy_services.boxes import Box, Row, box
 from refitd.copy_services.waits import Deadline, poll

@@ -25,14 +25,14 @@ import numpy.typing as npt
 import torch
 
 from refitd.addressing.between_nodes import TransferList
-from refitd.addressing.tiles import extent_of, of_items
+from refitd.addressing.places import extent_of, of_items
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import MappedDeviceArena
 from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
 from refitd.dtypes import TILE_ITEMS
 from refitd.errors import TransportError
-from refitd.mxfp8.blocks import Converter
-from refitd.mxfp8.fp8 import TILE
+from refitd.mxfp8.format import TILE
+from refitd.mxfp8.parts import Converter
 
 # blocks of MXFP8 are void items
 _UNSIGNED: dict[int, npt.DTypeLike] = {

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from refitd.addressing.copies import CopyList
-from refitd.addressing.tiles import extent_of, of_items
+from refitd.addressing.places import extent_of, of_items
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services import Capabilities, DigestMismatch, MappedCopyService, PreparedJob, RunResult
 from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
 from refitd.dtypes import TILE_ITEMS
 from refitd.errors import TransportError
-from refitd.mxfp8.blocks import Converter
+from refitd.mxfp8.parts import Converter
 
 # Source, destination and the bytes gathered to compare them fit well into a second-level cache of 1 MiB.
 CHUNK_BYTES = 128 << 10

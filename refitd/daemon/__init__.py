@@ -14,8 +14,8 @@ def run(config: Config, *, standalone: bool, ready_fd: int | None = None) -> int
 
     from refitd.buffers import capacity
     from refitd.daemon.coordinator import CoordinatorProcess
-    from refitd.protocol.directory import DirectoryLock, make_runtime_dir
     from refitd.security import daemon_keys
+    from refitd.service import DirectoryLock, make_runtime_dir
 
     capacity.require_descriptors(capacity.SERVER_DESCRIPTORS, "a daemon", raised=False)
     daemon_keys(config)  # refuse bad keys before anything is created

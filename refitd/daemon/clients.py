@@ -23,9 +23,18 @@ from refitd.daemon.state import DaemonState
 from refitd.errors import PeerLost, ProtocolError, RefitdError, RefusedError
 from refitd.logs import EventLog, Throttle
 from refitd.protocol import local, sidecar
-from refitd.protocol.base import PROTOCOL_VERSION, check_version
+from refitd.protocol.base import (
+    HELLO_BYTES,
+    LARGE_FRAME,
+    PROTOCOL_VERSION,
+    BackgroundThread,
+    BadMessage,
+    Decoder,
+    check_version,
+    encode,
+    request_of,
+)
 from refitd.protocol.channel import Received, Router
-from refitd.protocol.codec import HELLO_BYTES, LARGE_FRAME, BackgroundThread, BadMessage, Decoder, encode, request_of
 from refitd.protocol.local import Failure, Told
 from refitd.security import Users
 

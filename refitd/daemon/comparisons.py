@@ -11,9 +11,8 @@ import numpy as np
 import xxhash
 
 from refitd.addressing.copies import Addresses, region_addresses
-from refitd.addressing.places import Int64
-from refitd.addressing.tiles import of_items, with_pitches
-from refitd.buffers.blocks import DIGEST_BYTES, block_steps
+from refitd.addressing.places import Int64, of_items, with_pitches
+from refitd.buffers.layout import DIGEST_BYTES, block_steps
 from refitd.commit.target_state import SpareStaged, step_of
 from refitd.daemon.commits import Commits
 from refitd.daemon.digest_work import (

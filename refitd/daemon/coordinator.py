@@ -18,9 +18,8 @@ import zmq
 
 from refitd.config import Config
 from refitd.errors import ConfigError, RefusedError
-from refitd.protocol.base import Message
+from refitd.protocol.base import Message, encode
 from refitd.protocol.channel import Dealer
-from refitd.protocol.codec import encode
 from refitd.protocol.keys import ClientKeys
 
 _STOP_S = 5.0

@@ -12,8 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 
 from refitd.addressing.places import Places
-from refitd.buffers.blocks import DIGEST_BYTES, block_steps, slice_text
-from refitd.buffers.layout import row_major_strides
+from refitd.buffers.layout import DIGEST_BYTES, block_steps, row_major_strides, slice_text
 from refitd.daemon.effects import BaseOf, Effects, SeedOf
 from refitd.daemon.jobs import WorkerArenas
 from refitd.daemon.members import LocalMember

@@ -15,10 +15,9 @@ from refitd.commit.target_state import Suspended, fresh, step_of
 from refitd.daemon.members import Arena, LocalMember, Registration, SourceSide, TargetFigures
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import RefusedError
-from refitd.mxfp8.format import BLOCK, swizzled_bytes
-from refitd.mxfp8.fp8 import tiles_shape
+from refitd.mxfp8.format import BLOCK, swizzled_bytes, tiles_shape
 from refitd.mxfp8.parts import DATA_DTYPE, SCALE_DTYPE
-from refitd.protocol.codec import digest_of, pack
+from refitd.protocol.base import digest_of, pack
 from refitd.protocol.local import RegisterSource, RegisterTarget
 from refitd.protocol.shards import (
     Conversion,

@@ -20,6 +20,7 @@ from refitd.daemon.jobs import JobTable, LocalEpochs, gpu_seats
 from refitd.errors import ArenaError, ProtocolError
 from refitd.plan.table import CopyTable, CrossingTable, FillTable, PlanTable, Uses, assembled
 from refitd.protocol import cluster
+from refitd.protocol.base import unpack
 from refitd.protocol.cluster import (
     EpochPart,
     EpochParts,
@@ -29,7 +30,6 @@ from refitd.protocol.cluster import (
     PlanPart,
     ShareRanks,
 )
-from refitd.protocol.codec import unpack
 
 # A node's parts take some hundred KiB; the coordinator sends evicted parts again.
 MAX_BYTES = 64 << 20

@@ -42,7 +42,7 @@ CASTS: dict[int, tuple[str, str]] = {
     3: ("float32", "float16"),
     4: ("float16", "float32"),
 }
-# the same for blocks of elements, which refitd.mxfp8.blocks converts
+# the same for blocks of elements, which refitd.mxfp8.parts converts
 BLOCK_CASTS: dict[int, tuple[str, str]] = {
     5: ("bfloat16[32]", "fp8.rceil.data"),
     6: ("bfloat16[32]", "fp8.rceil.scale"),

@@ -48,7 +48,7 @@ from refitd.mxfp8.buffers import is_quantized
 from refitd.plan.build import plan_copies
 from refitd.plan.ops import ReshardPlan
 from refitd.plan.shared import Digested, differences
-from refitd.protocol.codec import encode
+from refitd.protocol.base import encode
 from refitd.protocol.shards import Shard, metadata_of
 
 PlanKey = tuple[Any, bytes]  # the group, and the digest of all descriptions

@@ -14,8 +14,7 @@ from refitd.errors import ProtocolError
 from refitd.plan.ops import ReshardPlan, RowBox, Slices, TransferOp, op_task_id, row_pieces
 from refitd.plan.shared import GlobalPlan, Regions
 from refitd.plan.table import PLACE_BITS, CopyTable
-from refitd.protocol.base import MAX_TEXT_BYTES, Count, Label, Message, Name, Text, Value
-from refitd.protocol.codec import Decoder
+from refitd.protocol.base import MAX_TEXT_BYTES, Count, Decoder, Label, Message, Name, Text, Value
 from refitd.protocol.shards import Shard
 
 Shape = tuple[int, ...]

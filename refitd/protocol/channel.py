@@ -15,8 +15,7 @@ import zmq
 
 from refitd.buffers.handoff import refuse_if_listening
 from refitd.errors import ConfigError, ProtocolError, RefusedError
-from refitd.protocol.base import MAX_MESSAGE_BYTES, Message
-from refitd.protocol.codec import encode
+from refitd.protocol.base import MAX_MESSAGE_BYTES, Message, encode
 from refitd.protocol.keys import DOMAIN, KEYGEN, ClientKeys, KeyPair, ServerKeys, ZapHandler
 from refitd.protocol.local import Failure
 

@@ -373,7 +373,7 @@ class GpuStatus(Value, frozen=True):
 
 
 class LaneStatus(Value, frozen=True):
-    """The devices of one worker (refitd.daemon.lanes). A worker without a GPU copies main memory only."""
+    """The devices of one worker (refitd.daemon.workers). A worker without a GPU copies main memory only."""
 
     gpu: Label = ""  # its UUID; "": none
     numa: Small | None = None  # the NUMA node of its GPU, if known

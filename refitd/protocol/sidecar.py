@@ -142,7 +142,7 @@ class EpochJoined(Message, frozen=True):
 
 
 class ReadSpans(Message, frozen=True):
-    """Take the digest of each span (refitd.buffers.blocks.digest), or compare it with one of `others`.
+    """Take the digest of each span (refitd.buffers.layout.digest), or compare it with one of `others`.
 
     Reply: SpansRead.
     """

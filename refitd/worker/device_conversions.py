@@ -33,10 +33,9 @@ from refitd.copy_services.digests import DeviceDigests
 from refitd.copy_services.pieces import Piece, box_of
 from refitd.copy_services.waits import on_streams
 from refitd.errors import TransportError
-from refitd.mxfp8.blocks import Converter
 from refitd.mxfp8.buffers import CheckedBuffer, check_device, quantize, quantize_tiles
-from refitd.mxfp8.format import BLOCK, ROUNDINGS, Scratch, swizzled_bytes
-from refitd.mxfp8.fp8 import tiles_shape
+from refitd.mxfp8.format import BLOCK, ROUNDINGS, Scratch, swizzled_bytes, tiles_shape
+from refitd.mxfp8.parts import Converter
 
 _DEFAULT_S = 600.0
 _STEP_BYTES = 1 << 20  # of each step of a copy; a multiple of every block

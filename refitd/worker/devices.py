@@ -90,7 +90,7 @@ class Devices:
             ArenaError: an arena could not be mapped.
             RefusedError: a GPU has no kernel for a conversion.
         """
-        from refitd.worker.conversions import ConversionJob
+        from refitd.worker.host_jobs import ConversionJob
 
         mine = self.mapped(pieces.arenas())
         if not mine:

@@ -99,7 +99,7 @@ class Exchanges:
             ArenaError: an arena on a GPU could not be mapped.
         """
         from refitd.copy_services.pieces import piece_of
-        from refitd.mxfp8.blocks import Converter
+        from refitd.mxfp8.parts import Converter
 
         service = self._services.get(epoch)
         if service is None:
@@ -178,7 +178,7 @@ class ExchangeJob(PreparedJob):
 
     def _bases_in(self, held_in: Mapping[int, int]) -> list[Piece | None]:
         from refitd.copy_services.pieces import piece_of
-        from refitd.mxfp8.blocks import Converter
+        from refitd.mxfp8.parts import Converter
 
         convert = Converter()
         arenas = self._rows.arena.tolist()

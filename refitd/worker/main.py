@@ -18,8 +18,8 @@ from refitd.copy_services import DigestMismatch, Mailbox, MappedCopyService, Pre
 from refitd.copy_services.registry import Registry, installed
 from refitd.errors import ArenaError, DeadlineExceeded, PeerLost, RefitdError
 from refitd.protocol import local, sidecar
-from refitd.protocol.codec import Decoder, encode
-from refitd.worker import digests
+from refitd.protocol.base import Decoder, encode
+from refitd.worker import host_jobs
 from refitd.worker.devices import Devices
 from refitd.worker.exchanges import ExchangeJob, Exchanges
 
@@ -175,7 +175,7 @@ class Worker:
             case sidecar.RunJob():
                 self._run(message)
             case sidecar.ReadSpans():
-                self._daemon.say(digests.read(message, {**self._arenas, **self._devices.arenas}))
+                self._daemon.say(host_jobs.read(message, {**self._arenas, **self._devices.arenas}))
 
     def _join(self, message: sidecar.JoinEpoch) -> None:
         try:

@@ -72,7 +72,7 @@ def test_four_that_register_fifty_thousand_tensors_each_keep_nobody_else_from_sw
 
 def test_what_a_client_sends_after_a_large_message_is_taken_after_it(start_daemon: Callable[..., Daemon]) -> None:
     from refitd.protocol import local, shards
-    from refitd.protocol.codec import encode
+    from refitd.protocol.base import encode
 
     daemon = start_daemon()
     tensors = tuple(shards.WireTensor(f"layers.{i}.weight", (4,), "float32") for i in range(20_000))

@@ -18,8 +18,7 @@ import torch
 import refitd
 from refitd.buffers import handoff
 from refitd.protocol import cluster, local, plan_reports, reports, shards, sidecar
-from refitd.protocol.base import PROTOCOL_VERSION
-from refitd.protocol.codec import Decoder, encode
+from refitd.protocol.base import PROTOCOL_VERSION, Decoder, encode
 from refitd.testing import Daemon, Engine, eventually, processes
 from tests.support.hostile import Figures, RawPeer, figures, fleet, refused
 from tests.support.keyed import Head, Nodes, joined
@@ -80,7 +79,7 @@ THIEF = """
 import sys, zmq
 from refitd.protocol import local
 from refitd.protocol.base import PROTOCOL_VERSION
-from refitd.protocol.codec import Decoder, encode
+from refitd.protocol.base import Decoder, encode
 dealer = zmq.Context().socket(zmq.DEALER)
 dealer.linger = 0
 dealer.connect(sys.argv[1])
@@ -366,7 +365,7 @@ sys.path[:0] = eval(sys.argv[1])
 import zmq, refitd
 from refitd.client.connection import Connection
 from refitd.protocol import local, shards
-from refitd.protocol.codec import encode
+from refitd.protocol.base import encode
 from pathlib import Path
 os.setgid(int(sys.argv[3])); os.setuid(int(sys.argv[3]))
 if sys.argv[4] == "True":

@@ -26,7 +26,7 @@ from refitd.buffers import handoff
 from refitd.protocol import local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.channel import Router
-from refitd.protocol.codec import Decoder, encode
+from refitd.protocol.base import Decoder, encode
 uid, directory, endpoint = int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
 os.setgroups([]); os.setgid(uid); os.setuid(uid)
 os.umask(0)

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from refitd.commit import decision
 from refitd.commit import decision as d
-from refitd.commit import fences
 from refitd.commit import swap_events as e
-from refitd.commit.decision import Limits, Phase, Swap
-from refitd.commit.fences import Verdict
+from refitd.commit.decision import Limits, Phase, Swap, Verdict
 from refitd.errors import IllegalTransition
 from tests.exploration.nodes import WHY, Message, Refused
 
@@ -330,7 +329,7 @@ class Coordinator:
             version = self.decided.get(member.staged)
             running = self.fleet.swap
             deciding = running is not None and running.swap == member.staged and running.phase is Phase.DECIDING
-            match fences.verdict(is_decided=version is not None, may_be_decided=deciding):
+            match decision.verdict(is_decided=version is not None, may_be_decided=deciding):
                 case Verdict.COMMIT:
                     self._send(NODES[member.node], ("commit", member.staged, version))
                 case Verdict.ABORT:
@@ -391,7 +390,7 @@ class Coordinator:
     def _fence(self, member: Member) -> None:
         if member.staged is not None and self.decided.get(member.staged) == self.fleet.live:
             return
-        if reason := fences.fence_reason(member.version, "", self.fleet.live, ""):
+        if reason := decision.fence_reason(member.version, "", self.fleet.live, ""):
             self._send(NODES[member.node], ("fence", member.index, member.number, reason))
 
     def _look(self) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from refitd.commit import decision, fences, lockstep, rank_state, steps, target_state
+from refitd.commit import decision, lockstep, rank_state, steps, target_state
 from tests.exploration import probes
 from tests.exploration.explore import Exploration
 from tests.exploration.lockstep import POLLS, PollExploration
@@ -38,7 +38,7 @@ TABLES = (
     (rank_state, "STEPS"),
     (rank_state, "BONDS"),
 )
-MACHINES = (decision, target_state, rank_state, fences, lockstep)
+MACHINES = (decision, target_state, rank_state, lockstep)
 
 # Functions that make texts for people, or reports: no rule is about them.
 TEXTS = {"__str__", "__hash__", "_refusal", "_reason", "poisoned"}

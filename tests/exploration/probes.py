@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
+from refitd.commit import decision
 from refitd.commit import decision as d
-from refitd.commit import fences
 from refitd.commit import rank_state as r
 from refitd.commit import swap_events as e
 from refitd.commit import target_state as t
@@ -397,7 +397,7 @@ def _check_move(state: r.RankState, event: Any, after: r.RankState, report: r.Re
 def check_fences() -> None:
     """Check which ranks may serve, and that runs are named exactly if only they differ."""
     for version, run, live in product((None, 1, 2), ("one", "two"), (None, 1)):
-        reason = fences.fence_reason(version, run, live, "two")
+        reason = decision.fence_reason(version, run, live, "two")
         may_serve = version is None or live is None or (version, run) == (live, "two")
         assert bool(reason) != may_serve, (version, run, live)
         assert ("two" in reason) == (version == live == 1 and run == "one"), reason

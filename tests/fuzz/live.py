@@ -12,8 +12,7 @@ import zmq
 from refitd.buffers import handoff
 from refitd.errors import ProtocolError, RefitdError
 from refitd.protocol import cluster, local, sidecar
-from refitd.protocol.base import PROTOCOL_VERSION
-from refitd.protocol.codec import Decoder, digest_of, encode, pack
+from refitd.protocol.base import PROTOCOL_VERSION, Decoder, digest_of, encode, pack
 from refitd.protocol.reports import NodeStatus
 from refitd.testing import Daemon, eventually
 from tests.fuzz.readers import SHARD, frame_of, kinds_of

@@ -32,7 +32,7 @@ from refitd.offline import files
 from refitd.plan.build import plan_copies
 from refitd.plan.table import CopyTable, CrossingTable, FillTable
 from refitd.protocol import cluster, keys, local, sidecar
-from refitd.protocol.codec import Decoder, digest_of, encode, unpack
+from refitd.protocol.base import Decoder, digest_of, encode, unpack
 from refitd.protocol.shards import Shard, WireTensor, metadata_of, shard_of
 from tests.fuzz.values import damaged, damaged_text, spoilt, value_of
 from tests.support.layouts import crossing

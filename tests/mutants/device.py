@@ -22,7 +22,7 @@ _BETWEEN = "tests/cluster/device_arenas/test_between_gpus.py::"
 _BETWEEN += "test_weights_cross_between_gpus_and_from_main_memory_in_the_lanes[{}]"
 NCCL, NVSHMEM, NIXL = (_BETWEEN.format(service) for service in ("nccl", "nvshmem", "nixl"))
 WAITS, ARENAS = "copy_services/waits.py", "buffers/cuda.py"
-ENGINES, DRIVER, HOST = "copy_services/copy_engines.py", "buffers/cuda_streams.py", "buffers/arena.py"
+ENGINES, DRIVER, HOST = "copy_services/copy_engines.py", "buffers/cuda_driver.py", "buffers/arena.py"
 
 
 class Mutant(NamedTuple):

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from refitd import ParameterMetadata
 from refitd.coordinator.descriptions import Described
 from refitd.coordinator.members import Member, Membership, Place
+from refitd.protocol.base import digest_of
 from refitd.protocol.cluster import AddShard
-from refitd.protocol.codec import digest_of
 from refitd.protocol.shards import shard_of
 
 SHARD = shard_of([ParameterMetadata("w", (4, 4), "bfloat16", 2, resolved_name="w")])

@@ -16,10 +16,8 @@ from refitd.buffers.layout import extent, row_major_strides
 from refitd.copy_services.pieces import box_of
 from refitd.copy_services.shm import SharedMemoryService
 from refitd.dtypes import ELEMENT_SIZES
-from refitd.mxfp8.blocks import converted_by_senders
-from refitd.mxfp8.format import Rounding, quantize
-from refitd.mxfp8.fp8 import quantize_tiles
-from refitd.mxfp8.parts import parts_of
+from refitd.mxfp8.format import Rounding, quantize, quantize_tiles
+from refitd.mxfp8.parts import converted_by_senders, parts_of
 from refitd.plan.build import plan_copies
 from tests.support.arenas import arena_of
 from tests.support.places import by_rank

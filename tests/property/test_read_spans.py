@@ -10,11 +10,11 @@ import numpy as np
 from hypothesis import given, settings
 
 from refitd.buffers import arena as memory
-from refitd.buffers import blocks
+from refitd.buffers import layout
 from refitd.buffers.arena import MappedArena
-from refitd.buffers.blocks import digest
+from refitd.buffers.layout import digest
 from refitd.protocol import sidecar
-from refitd.worker import digests
+from refitd.worker import host_jobs
 
 
 @st.composite
@@ -48,8 +48,8 @@ def test_a_span_of_an_arena_has_the_digest_of_its_elements(
     first = int(min(cut) * (view.size - 1))
     count = max(1, int(max(cut) * view.size) - first)
     span = sidecar.Span(1, 0, view.shape, view.strides, element, first, count)
-    with mock.patch.object(blocks, "CHUNK_BYTES", chunk):
-        answer = digests.taken(sidecar.ReadSpans(run=1, spans=(span,)), {1: arena})
+    with mock.patch.object(layout, "CHUNK_BYTES", chunk):
+        answer = host_jobs.taken(sidecar.ReadSpans(run=1, spans=(span,)), {1: arena})
     packed = np.ascontiguousarray(view).reshape(-1)[first : first + count]
     assert not answer.reason and answer.digests == digest([packed])
 
@@ -60,5 +60,5 @@ def test_memory_that_is_not_there_and_elements_that_are_not_there_are_the_reason
     outside = sidecar.Span(1, arena.nbytes - 4, (8,), (1,), 1, 0, 8)
     nowhere = sidecar.Span(2, 8, (8,), (1,), 1, 0, 8)
     for span, words in ((beyond, "leave arena 1"), (outside, "leave arena 1"), (nowhere, "arena 2 is not mapped")):
-        answer = digests.taken(sidecar.ReadSpans(run=1, spans=(span,)), {1: arena})
+        answer = host_jobs.taken(sidecar.ReadSpans(run=1, spans=(span,)), {1: arena})
         assert not answer.digests and words in answer.reason

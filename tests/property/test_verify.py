@@ -12,15 +12,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from refitd.buffers import blocks
+from refitd.buffers import layout
 from tests.support.proofs import DTYPES, Node, Shapes
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shrink blocks, to give tensors of some hundred bytes several blocks, runs and chunks."""
-    monkeypatch.setattr(blocks, "MIN_BLOCK_BYTES", 64)
-    monkeypatch.setattr(blocks, "CHUNK_BYTES", 24)
+    monkeypatch.setattr(layout, "MIN_BLOCK_BYTES", 64)
+    monkeypatch.setattr(layout, "CHUNK_BYTES", 24)
     monkeypatch.setattr("refitd.daemon.digest_work.RUN_BYTES", 300)
 
 
@@ -117,7 +117,7 @@ def test_a_slice_is_the_box_of_its_ends(shape: list[int], data: st.DataObject) -
     first = data.draw(st.integers(0, prod(shape) - 1))
     last = data.draw(st.integers(first, prod(shape) - 1))
     box = np.zeros(shape, bool)
-    box[eval(f"np.s_{blocks.slice_text(shape, first, last)}") if shape else ()] = True
+    box[eval(f"np.s_{layout.slice_text(shape, first, last)}") if shape else ()] = True
     assert box.reshape(-1)[first : last + 1].all()
     ends = np.zeros(shape, bool)
     ends.reshape(-1)[[first, last]] = True

@@ -16,8 +16,7 @@ from refitd.coordinator.state import CoordinatorState
 from refitd.errors import RefitdError
 from refitd.events import Log, Tick
 from refitd.protocol import cluster, local, shards
-from refitd.protocol.base import PROTOCOL_VERSION
-from refitd.protocol.codec import digest_of, pack
+from refitd.protocol.base import PROTOCOL_VERSION, digest_of, pack
 from refitd.protocol.reports import NodeStatus, SwapProgress, SwapReport
 from tests.support.shares import Shares
 

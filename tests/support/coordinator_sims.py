@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from refitd import ParameterMetadata
 from refitd.protocol import cluster, local
-from refitd.protocol.base import PROTOCOL_VERSION
-from refitd.protocol.codec import digest_of, pack
+from refitd.protocol.base import PROTOCOL_VERSION, digest_of, pack
 from refitd.protocol.reports import NodeStatus
 from refitd.protocol.shards import shard_of
 from tests.support.shares import Shares

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from refitd.buffers.blocks import DIGEST_BYTES
+from refitd.buffers.layout import DIGEST_BYTES
 from refitd.daemon import actions as act
 from refitd.daemon.publishing import MAX_OPEN
 from refitd.daemon.sessions import MAX_WAITING

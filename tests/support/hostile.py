@@ -16,8 +16,7 @@ import refitd
 from refitd.buffers import handoff
 from refitd.errors import ProtocolError
 from refitd.protocol import local, sidecar
-from refitd.protocol.base import PROTOCOL_VERSION, Message
-from refitd.protocol.codec import Decoder, encode
+from refitd.protocol.base import PROTOCOL_VERSION, Decoder, Message, encode
 from refitd.testing import Daemon, Engine
 from tests.support.names import policy
 

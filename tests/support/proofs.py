@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from refitd.buffers import arena as memory
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.layout import packed_offsets, row_major_strides
-from refitd.client.checks import LiveChecks
-from refitd.client.target_tensors import TargetTensors
+from refitd.client.target_tensors import LiveChecks, TargetTensors
 from refitd.commit.target_state import Live
 from refitd.daemon import actions as act
 from refitd.daemon.digest_work import DigestQueue
@@ -28,7 +27,7 @@ from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message
 from refitd.protocol.cluster import MemberChecked
 from refitd.protocol.shards import Place, shard_of
-from refitd.worker import digests
+from refitd.worker import host_jobs
 
 STAGING, LIVE = 1, 2
 DTYPES = {torch.uint8: 1, torch.bfloat16: 2, torch.float32: 4, torch.float64: 8}
@@ -136,7 +135,7 @@ class Node:
             done = self.out.pop(0)
             match done:
                 case act.ToWorker(_, sidecar.ReadSpans() as message):
-                    self.digests.worker_said(self.out, digests.read(message, self.arenas))
+                    self.digests.worker_said(self.out, host_jobs.read(message, self.arenas))
                 case act.ToClient(_, _, local.CheckLive() as message):
                     self.client._answer(message)
                     for reply in self.said:

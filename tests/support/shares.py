@@ -10,8 +10,8 @@ from msgspec import structs
 
 from refitd.coordinator.plans import HeldParts, Shared, make_plan
 from refitd.describe.metadata import Roster
+from refitd.protocol.base import unpack
 from refitd.protocol.cluster import EpochPart, EpochParts, EpochPlan, LoadPlan, NodeShare, ShareRanks
-from refitd.protocol.codec import unpack
 
 
 def load_of(

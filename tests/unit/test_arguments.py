@@ -19,8 +19,7 @@ from refitd.client.target_tensors import Derived, TargetTensors
 from refitd.describe.metadata import plain
 from refitd.describe.module import describe_module
 from refitd.protocol import local
-from refitd.protocol.base import MAX_MESSAGE_BYTES
-from refitd.protocol.codec import Decoder
+from refitd.protocol.base import MAX_MESSAGE_BYTES, Decoder
 from refitd.protocol.shards import Shard, metadata_of, shard_of
 from refitd.text import mismatch
 

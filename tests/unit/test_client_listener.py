@@ -13,8 +13,8 @@ from refitd.buffers import handoff
 from refitd.daemon.clients import ClientListener
 from refitd.errors import RefusedError
 from refitd.protocol import local, sidecar
+from refitd.protocol.base import Decoder, encode
 from refitd.protocol.channel import Received
-from refitd.protocol.codec import Decoder, encode
 
 
 class Front:

@@ -19,9 +19,19 @@ from hypothesis import strategies as st
 from refitd import ParameterMetadata
 from refitd.describe.metadata import Repeat, Tile
 from refitd.errors import ProtocolError
-from refitd.protocol import cluster, codec, local, shards, sidecar
-from refitd.protocol.base import PROTOCOL_VERSION, Message, check_version
-from refitd.protocol.codec import Decoder, UnknownKind, digest_of, encode, pack, request_of, unpack
+from refitd.protocol import base, cluster, local, shards, sidecar
+from refitd.protocol.base import (
+    PROTOCOL_VERSION,
+    Decoder,
+    Message,
+    UnknownKind,
+    check_version,
+    digest_of,
+    encode,
+    pack,
+    request_of,
+    unpack,
+)
 from tests.fuzz.values import value_of
 from tests.support.other_minor.minors import newer, older
 
@@ -180,7 +190,7 @@ LIMITED = """
 import resource, sys
 from refitd.errors import ProtocolError
 from refitd.protocol import local
-from refitd.protocol.codec import Decoder
+from refitd.protocol.base import Decoder
 decoder, frame = Decoder(local.ClientRequest), sys.stdin.buffer.read()
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -220,11 +230,11 @@ def test_values_are_counted_whatever_they_are_and_never_fewer_than_there_are(val
     filler = b"x" * (300 + 4 * len(msgpack.packb(value)))
     frame = msgpack.packb([value, filler])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(codec, "_UNCOUNTED_BYTES", 0)
-        codec._check_values(frame)
-        patched.setattr(codec, "MAX_VALUES", values_in([value, filler]) - 1)
+        patched.setattr(base, "_UNCOUNTED_BYTES", 0)
+        base._check_values(frame)
+        patched.setattr(base, "MAX_VALUES", values_in([value, filler]) - 1)
         with pytest.raises(ProtocolError, match="which is the limit"):
-            codec._check_values(frame)
+            base._check_values(frame)
 
 
 def values_in(value: object) -> int:

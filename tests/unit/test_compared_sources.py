@@ -7,7 +7,7 @@ from typing import Self
 import pytest
 
 from refitd import ParameterMetadata
-from refitd.buffers.blocks import DIGEST_BYTES
+from refitd.buffers.layout import DIGEST_BYTES
 from refitd.config import Config, ModelConfig
 from refitd.coordinator.state import NODE_SILENCE_S
 from refitd.daemon import actions as act
@@ -15,8 +15,7 @@ from refitd.daemon.digest_work import ATTEMPTS
 from refitd.events import Tick
 from refitd.plan.table import RegionTable
 from refitd.protocol import cluster, local, sidecar
-from refitd.protocol.base import PROTOCOL_VERSION
-from refitd.protocol.codec import digest_of, pack
+from refitd.protocol.base import PROTOCOL_VERSION, digest_of, pack
 from refitd.protocol.shards import shard_of
 from tests.support.coordinator_harness import Harness as Fleet
 from tests.support.coordinator_harness import kinds, reports

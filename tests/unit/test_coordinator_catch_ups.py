@@ -8,7 +8,7 @@ from refitd import ParameterMetadata
 from refitd.coordinator.descriptions import Described
 from refitd.coordinator.schedule import GATHER_AT_MOST_S, GATHER_S
 from refitd.protocol import cluster, local, shards
-from refitd.protocol.codec import digest_of, pack
+from refitd.protocol.base import digest_of, pack
 from tests.support.coordinator_harness import Harness, kinds, reports, stages
 
 

@@ -8,7 +8,7 @@ from refitd import ParameterMetadata
 from refitd.config import Config, TransportConfig
 from refitd.daemon.plans import KeptParts, Missing
 from refitd.protocol import cluster, local, sidecar
-from refitd.protocol.codec import digest_of, pack
+from refitd.protocol.base import digest_of, pack
 from refitd.protocol.shards import shard_of
 from tests.support.coordinator_harness import Harness, kinds, reports
 

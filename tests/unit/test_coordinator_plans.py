@@ -11,7 +11,7 @@ from refitd.clusters import ClusterSpeeds, NodeSpeed
 from refitd.coordinator import actions as act
 from refitd.coordinator.plans import make_plan
 from refitd.protocol import cluster, local, shards
-from refitd.protocol.codec import digest_of, pack
+from refitd.protocol.base import digest_of, pack
 from refitd.protocol.plan_reports import PlanReport
 from refitd.protocol.reports import ReloadReport
 from tests.support.coordinator_harness import Harness, commit, kinds, reports

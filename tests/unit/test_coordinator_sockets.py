@@ -9,8 +9,8 @@ import pytest
 import zmq
 
 from refitd.daemon.coordinator import CoordinatorSockets
+from refitd.protocol.base import request_of
 from refitd.protocol.channel import Received, Router
-from refitd.protocol.codec import request_of
 from refitd.protocol.local import Done
 from refitd.testing import eventually
 

@@ -13,7 +13,7 @@ import pytest
 import refitd
 import refitd.copy_services
 from refitd.errors import RefitdError, _all_errors, from_code
-from refitd.protocol.codec import Decoder, encode
+from refitd.protocol.base import Decoder, encode
 from refitd.protocol.reports import SwapReport
 from tests.support import programs
 

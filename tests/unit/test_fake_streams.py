@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from refitd.buffers.cuda_streams import Copy2D
+from refitd.buffers.cuda_driver import Copy2D
 from tests.support.fake_calls import calls
 from tests.unit.test_fake_driver import CAPTURE, HANDLE, ILLEGAL, SIZE, SUPPORTED, VALUE, access, mapped
 

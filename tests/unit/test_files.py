@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from refitd import service
 from refitd.config import MAX_CONFIG_BYTES, EtcdConfig, EtcdPlace, load
 from refitd.coordinator.journals.file import FileJournal
 from refitd.coordinator.journals.gateway import Gateway
 from refitd.errors import CommitError, ConfigError, RefusedError
 from refitd.files import read_file
-from refitd.protocol import directory, keys
-from refitd.protocol.directory import LOCK, DirectoryLock
+from refitd.protocol import keys
+from refitd.service import LOCK, DirectoryLock
 from refitd_cli.commands.support_bundle import _end
 
 
@@ -99,13 +100,13 @@ def test_an_owner_that_has_not_written_its_id_yet_is_waited_for(
     with (tmp_path / LOCK).open("r+b", buffering=0) as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
         # it writes while it is waited for
-        monkeypatch.setattr(directory.time, "sleep", lambda _: (owner.truncate(0), owner.write(b"1\n")))
+        monkeypatch.setattr(service.time, "sleep", lambda _: (owner.truncate(0), owner.write(b"1\n")))
         with pytest.raises(RefusedError, match=r"\(pid 1\) is already listening"):
             DirectoryLock(tmp_path)
 
 
 def test_an_owner_that_never_writes_its_id_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "_OWNER_S", 0.05)
+    monkeypatch.setattr(service, "_OWNER_S", 0.05)
     with (tmp_path / LOCK).open("wb") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
         with pytest.raises(RefusedError, match=r"\(pid unknown\) is already listening"):
@@ -115,6 +116,6 @@ def test_an_owner_that_never_writes_its_id_is_unknown(tmp_path: Path, monkeypatc
 def test_an_owner_that_ends_while_it_is_asked_for_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = (tmp_path / LOCK).open("wb")
     fcntl.flock(owner, fcntl.LOCK_EX)
-    monkeypatch.setattr(directory.time, "sleep", lambda _: owner.close())
+    monkeypatch.setattr(service.time, "sleep", lambda _: owner.close())
     DirectoryLock(tmp_path).release()
     assert owner.closed

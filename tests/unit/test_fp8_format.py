@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from refitd.mxfp8.fp8 import dequantize_tiles, quantize_tiles, tiles_shape
+from refitd.mxfp8.format import dequantize_tiles, quantize_tiles, tiles_shape
 from tests.support.mxfp8 import words_of
 
 

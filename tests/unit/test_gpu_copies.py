@@ -12,7 +12,7 @@ import torch
 
 from refitd.addressing.copies import CopyList
 from refitd.addressing.places import LocalTensor
-from refitd.buffers import cuda, cuda_driver, cuda_streams
+from refitd.buffers import cuda, cuda_driver
 from refitd.buffers import cuda as memory
 from refitd.buffers.layout import extent
 from refitd.copy_services import DigestMismatch, registry
@@ -146,7 +146,7 @@ def test_the_drivers_structures_are_as_long_as_cuda_says() -> None:
     assert bytes(properties).hex() == "01000000010000000100000005000000" + "0" * 18 + "01" + "0" * 12
     assert bytes(cuda_driver.Access(cuda_driver.Location(1, 5), 3)).hex() == "010000000500000003000000"
     assert (ctypes.sizeof(cuda_driver.Properties), ctypes.sizeof(cuda_driver.Access)) == (32, 12)
-    offsets = [getattr(cuda_streams.Copy2D, name).offset for name, *_ in cuda_streams.Copy2D._fields_]
+    offsets = [getattr(cuda_driver.Copy2D, name).offset for name, *_ in cuda_driver.Copy2D._fields_]
     assert offsets == [0, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120]
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from refitd.daemon.lanes import Gpu, cpus_of, gpus_of, lanes_of, spot_of, variables
-from refitd.daemon.workers import Kit, Workers
+from refitd.daemon.workers import Gpu, Kit, Workers, cpus_of, gpus_of, lanes_of, spot_of, variables
 from refitd.errors import ConfigError
 from refitd.protocol import sidecar
 from refitd.protocol.reports import GpuStatus, LaneStatus, NodeStatus, StatusReport

@@ -24,7 +24,7 @@ from refitd.plan.build import plan_copies
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.shards import Conversion, DerivedTensor, HeldTensor, metadata_of, shard_of, staged
 from refitd.testing.oracle import canonical_tensors, check, local_tensor
-from refitd.worker.conversions import ConversionJob
+from refitd.worker.host_jobs import ConversionJob
 from tests.support.arenas import arena_of
 from tests.support.daemon_harness import SOURCE, Harness
 from tests.support.layouts import meta, rosters, tp

@@ -13,8 +13,7 @@ from refitd.daemon.plans import MAX_ROWS, KeptParts, Missing
 from refitd.describe.metadata import Roster
 from refitd.plan.table import CopyTable
 from refitd.protocol import cluster, local
-from refitd.protocol.base import Secret
-from refitd.protocol.codec import digest_of, pack, unpack
+from refitd.protocol.base import Secret, digest_of, pack, unpack
 from refitd.protocol.shards import metadata_of
 from tests.support.coordinator_harness import Harness, kinds, reports
 from tests.support.daemon_harness import SHARD

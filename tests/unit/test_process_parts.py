@@ -11,7 +11,7 @@ import pytest
 
 from refitd.client.threads import Turn, check_process
 from refitd.errors import DeadlineExceeded, RefusedError
-from refitd.protocol.codec import OrderedDecoder
+from refitd.protocol.base import OrderedDecoder
 
 
 def ended(program: str, **options: object) -> "subprocess.CompletedProcess[str]":

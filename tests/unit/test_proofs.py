@@ -16,7 +16,7 @@ from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.cluster import MemberChecked
 from refitd.protocol.reports import Difference, VerifyReport
 from refitd.protocol.shards import Shard
-from refitd.worker import digests
+from refitd.worker import host_jobs
 from tests.support.proofs import LIVE, STAGING, Node
 
 SHAPES = [((300,), torch.uint8), ((7, 11), torch.bfloat16)]
@@ -26,7 +26,7 @@ KIB = 1 << 10
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make blocks and runs a thousand times smaller."""
-    monkeypatch.setattr("refitd.buffers.blocks.MIN_BLOCK_BYTES", 1 * KIB)
+    monkeypatch.setattr("refitd.buffers.layout.MIN_BLOCK_BYTES", 1 * KIB)
     monkeypatch.setattr("refitd.daemon.digest_work.RUN_BYTES", 64 * KIB)
 
 
@@ -62,7 +62,7 @@ def test_digests_are_taken_by_one_worker_at_a_time_and_not_while_a_swap_runs() -
     assert sum(span.count for span in message.spans) <= 64 * KIB
     assert sent(node) == []  # it has not answered
     node.is_swapping = True  # a swap that begins waits for this run only
-    node.digests.worker_said(node.out, digests.taken(message, node.arenas))
+    node.digests.worker_said(node.out, host_jobs.taken(message, node.arenas))
     assert sent(node) == []
     node.is_swapping = False
     node.run()
@@ -84,7 +84,7 @@ def test_a_staging_that_begins_throws_unfinished_digests_away() -> None:
     ((_, message),) = sent(node)
     node.becomes(holds=None)  # as staging does
     assert isinstance(message, sidecar.ReadSpans)
-    node.digests.worker_said(node.out, digests.taken(message, node.arenas))
+    node.digests.worker_said(node.out, host_jobs.taken(message, node.arenas))
     node.run()
     assert node.member.proofs.live is None
     found = node.check()
@@ -99,7 +99,7 @@ def test_what_a_dead_worker_had_is_done_again_and_given_up_after_some_times() ->
         node.digests.worker_gone(node.out, worker, died=True)
     ((worker, message),) = sent(node)
     assert isinstance(message, sidecar.ReadSpans)
-    node.digests.worker_said(node.out, digests.taken(message, node.arenas))
+    node.digests.worker_said(node.out, host_jobs.taken(message, node.arenas))
     node.run()
     assert node.answers.pop().members[0].state == "proven"
 
@@ -236,7 +236,7 @@ def test_what_is_written_in_place_during_a_check_is_unknown() -> None:
     node.live[0].zero_()
     node.becomes(holds=None, live=Live.WRITTEN, swap="s8", step=Step.STAGING)
     assert isinstance(message, sidecar.ReadSpans)
-    node.digests.worker_said(node.out, digests.taken(message, node.arenas))
+    node.digests.worker_said(node.out, host_jobs.taken(message, node.arenas))
     node.run()
     (found,) = node.answers.pop().members
     assert found.state == "unknown" and "swap s8 is writing it in place" in found.reason
@@ -270,7 +270,7 @@ def test_arenas_on_a_gpu_are_read_by_its_worker_alone(arena: int, way: str) -> N
             assert isinstance(message, sidecar.ReadSpans)
             if arena in {span.arena for span in message.spans}:
                 readers.append(worker)
-            node.digests.worker_said(node.out, digests.taken(message, node.arenas))
+            node.digests.worker_said(node.out, host_jobs.taken(message, node.arenas))
     assert readers and set(readers) == {1}
 
 

@@ -158,7 +158,7 @@ def test_shard_larger_than_can_be_counted_is_refused():
 
 
 def test_descriptions_nobody_uses_make_room_by_size(monkeypatch):
-    from refitd.protocol.codec import digest_of, pack
+    from refitd.protocol.base import digest_of, pack
 
     monkeypatch.setattr(descriptions, "MAX_UNUSED_PARTS", 10)
     h = Fleet()

@@ -7,7 +7,7 @@ import pytest
 from refitd import ParameterMetadata, PlanError
 from refitd.coordinator.descriptions import Registered, ShardReader
 from refitd.plan.build import plan_copies
-from refitd.protocol.codec import digest_of
+from refitd.protocol.base import digest_of
 from refitd.protocol.shards import shard_of
 
 

@@ -81,7 +81,7 @@ def test_a_version_that_is_staged_over_or_cannot_be_read_is_told() -> None:
 
 
 def test_a_seed_is_proven_while_a_swap_runs_by_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("refitd.buffers.blocks.MIN_BLOCK_BYTES", 1 << 10)
+    monkeypatch.setattr("refitd.buffers.layout.MIN_BLOCK_BYTES", 1 << 10)
     monkeypatch.setattr("refitd.daemon.digest_work.RUN_BYTES", 64 << 10)
     node = Node([((60 << 10,), torch.uint8)] * 3, "packed", 1)
     node.proofs.committed(node.out, node.member)

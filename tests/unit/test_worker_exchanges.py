@@ -23,8 +23,7 @@ from refitd.daemon.effects import Effects
 from refitd.daemon.jobs import COLD_PATIENCE_TICKS, PATIENCE_TICKS, WARM_UP_TICKS, LocalEpochs, WorkerArenas
 from refitd.errors import DeadlineExceeded, PeerLost, TransportError
 from refitd.protocol import cluster, sidecar
-from refitd.protocol.base import Secret
-from refitd.protocol.codec import Decoder, encode
+from refitd.protocol.base import Decoder, Secret, encode
 from refitd.protocol.sidecar import HeldBase, JoinEpoch
 from refitd.testing import eventually
 from refitd.worker.exchanges import Exchanges

@@ -131,7 +131,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     "refitd.copy_services.nixl": {"make_current": make_current},
     "refitd.copy_services.waits": {"torch": Made(lambda: late().Torch())},
     "refitd.describe.memory": {"gpu_of": gpu_of},
-    "refitd.daemon.lanes": {"SYSFS": Path(os.environ.get("FAKE_SYSFS", "/sys"))},
+    "refitd.daemon.workers": {"SYSFS": Path(os.environ.get("FAKE_SYSFS", "/sys"))},
     "refitd.client.arenas": {"gpu_of": gpu_of, "settle": lambda gpu: None},
     "refitd.client.adopt": {"settle": lambda gpu: None},
     "refitd.client.memory_block": {"gpu_of": gpu_of},

@@ -24,16 +24,16 @@ _WRITES = {"newer": newer, "same": lambda plain, _: plain, "older": older}[os.en
 _MINOR = {"newer": 501, "same": 500, "older": 499}[os.environ.get("TESTED_MINOR", "same")]
 base.PROTOCOL_VERSION = 1000 * int(os.environ.get("TESTED_MAJOR", str(base.PROTOCOL_VERSION // 1000))) + _MINOR
 
-from refitd.protocol import codec  # noqa: E402  # it reads the version
+from refitd.protocol import base  # noqa: E402  # it reads the version
 
 
 def _plain(value: msgspec.Struct) -> Any:
     return _WRITES(msgspec.to_builtins(value, builtin_types=(bytes,)), value)
 
 
-codec.encode = lambda request_id, message: msgpack.packb([request_id, _plain(message)])
-codec.pack = lambda value: codec.zlib.compress(msgpack.packb(_plain(value)), 1)
-codec.digest_of = lambda value: xxhash.xxh3_128_hexdigest(msgpack.packb(_plain(value)))
+base.encode = lambda request_id, message: msgpack.packb([request_id, _plain(message)])
+base.pack = lambda value: base.zlib.compress(msgpack.packb(_plain(value)), 1)
+base.digest_of = lambda value: xxhash.xxh3_128_hexdigest(msgpack.packb(_plain(value)))
 
 from refitd.protocol import channel  # noqa: E402  # it takes `encode` from there
 
