@@ -364,7 +364,7 @@ def test_the_outcome_is_proven_only_if_all_that_serve_are_and_equals_are_equal(
     report = reported(checks, members)
     assert report.outcome == outcome
     mixed = outcome == "differs" and members[1].state == "proven"
-    assert len(report.mixed) == mixed and all("r0 rank 0" in m and "r1 rank 0" in m for m in report.mixed)
+    assert len(report.mixed) == mixed and all("'r0' rank 0" in m and "'r1' rank 0" in m for m in report.mixed)
 
 
 def test_a_node_that_is_lost_or_says_nothing_is_named() -> None:
