@@ -7,6 +7,7 @@ from it. Rules:
   member does; lost members are noted, and the commit does not wait for them.
 - Journalled is final: a member that cannot commit is named, and the swap ends INCOMPLETE.
 - A final phase has no rows: the coordinator drops the events of swaps that do not run.
+- A version may be staged while source ranks still write it. Staging ends once they have published it in full.
 - Controllers with a pause hook pause their replicas before the decision, or before staging if the replica is written
   in place. An in-place member whose staging has begun is poisoned unless the swap is decided.
 - An event without a row, or from a node or member outside the swap, raises IllegalTransition and has no effect.
@@ -52,6 +53,7 @@ from refitd.commit.swap_events import (
     QuietReported,
     ReleaseSources,
     SendPlan,
+    SourceFinished,
     StageOn,
     TimePassed,
 )
@@ -117,6 +119,7 @@ class Swap(Struct, frozen=True):
     asked: frozenset[str] = frozenset()  # controllers that pause their replicas
     halts: frozenset[str] = frozenset()  # the controllers that pause before staging
     in_place: frozenset[str] = frozenset()  # members whose live tensors staging writes
+    publishing: frozenset[str] = frozenset()  # source ranks that still write the version
     waiting: frozenset[str] = frozenset()  # nodes or members the phase still waits for
     progress: Mapping[str, int] = field(default_factory=dict)  # node -> bytes written
     bytes_total: int = 0
@@ -155,7 +158,7 @@ def step(state: Swap, event: Event, now: float) -> tuple[Swap, list[Instruction]
     if isinstance(event, OfNode) and event.node not in state.nodes:
         raise _refusal(state, event, f"no node of this swap is called {event.node!r}")
     if isinstance(event, OfMember) and event.member not in (
-        state.names if isinstance(event, MemberLost) else state.members
+        state.names if isinstance(event, MemberLost | SourceFinished) else state.members
     ):
         raise _refusal(state, event, f"no member of this swap is called {event.member!r}")
     after, instructions = row.do(state, event, now)
@@ -192,6 +195,7 @@ def _planned(state: Swap, event: PlanReady, now: float) -> _Stepped:
         asked=event.asked,
         halts=event.halts,
         in_place=event.in_place,
+        publishing=event.publishing,
     )
     entered, _ = _enter(planned, Phase.PLANNED, now)
     if waiting := event.nodes - event.loaded:
@@ -213,6 +217,12 @@ def _staged(state: Swap, event: NodeStaged, now: float) -> _Stepped:
         raise _refusal(state, event, "it was reported before")
     progress = {**state.progress, event.node: event.bytes}
     return _heard(replace(state, progress=progress, copies=state.copies + event.copies), event.node, now)
+
+
+def _published(state: Swap, event: SourceFinished, now: float) -> _Stepped:
+    if event.member not in state.publishing:
+        raise _refusal(state, event, "it writes no version, or this was reported before")
+    return _heard(replace(state, publishing=state.publishing - {event.member}), event.member, now)
 
 
 def _quiet(state: Swap, event: QuietReported, now: float) -> _Stepped:
@@ -345,7 +355,8 @@ def _enter(state: Swap, phase: Phase, now: float) -> _Stepped:
             waiting = state.halts if phase is Phase.HALTING else state.asked - state.halts
             limit_s, told = limits.pause_s, _pauses(state, waiting)
         case Phase.STAGING:
-            limit_s, waiting, told = limits.stage_s, state.nodes, [StageOn(node) for node in nodes]
+            limit_s, waiting = limits.stage_s, state.nodes | state.publishing
+            told = [StageOn(node) for node in nodes]
         case Phase.STAGED:
             limit_s, told = limits.commit_s, [JournalDecision()]
         case Phase.DECIDING:
@@ -403,6 +414,9 @@ ROWS: Mapping[_Key, Row] = {
     (QuietReported, _HALTING): Row(_quiet, (_HALTING, _STAGING)),
     (NodeProgress, _STAGING): Row(_progressed, (_STAGING,)),
     (NodeStaged, _STAGING): Row(_staged, (_STAGING, _PAUSING, _STAGED)),
+    (SourceFinished, _PLANNED): Row(_published, (_PLANNED,)),
+    (SourceFinished, _HALTING): Row(_published, (_HALTING,)),
+    (SourceFinished, _STAGING): Row(_published, (_STAGING, _PAUSING, _STAGED)),
     (QuietReported, _PAUSING): Row(_quiet, (_PAUSING, _STAGED)),
     (DecisionHeld, _STAGED): Row(_held, (_STAGED,)),
     (DecisionSubmitted, _STAGED): Row(_submitted, (_DECIDING,)),

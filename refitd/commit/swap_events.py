@@ -17,7 +17,8 @@ class PlanReady(Struct, frozen=True):
 
     The nodes in `loaded` have the plan already, or need none.
     `asked` are the controllers with a pause hook. Those in `halts` pause before staging, the others before the
-    decision. Staging writes the live tensors of the targets in `in_place`.
+    decision. Staging writes the live tensors of the targets in `in_place`. The source ranks in `publishing` still write
+    the version; staging ends after them.
     """
 
     members: Mapping[str, str]
@@ -27,6 +28,7 @@ class PlanReady(Struct, frozen=True):
     halts: frozenset[str] = frozenset()
     in_place: frozenset[str] = frozenset()
     loaded: frozenset[str] = frozenset()
+    publishing: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return f"PlanReady({len(self.members)} members on {len(self.nodes)} nodes, {self.bytes_total} bytes)"
@@ -71,6 +73,12 @@ class NodeFailed(Struct, frozen=True):
 
 class QuietReported(Struct, frozen=True):
     """This controller has paused its replica until the swap is over."""
+
+    member: str
+
+
+class SourceFinished(Struct, frozen=True):
+    """This source rank has published the version in full."""
 
     member: str
 
@@ -128,7 +136,7 @@ class TimePassed(Struct, frozen=True):
 
 
 OfNode: TypeAlias = NodeLoaded | NodeProgress | NodeStaged | NodeFailed | PlanLost
-OfMember: TypeAlias = QuietReported | CommitReported | MemberFailed | MemberLost
+OfMember: TypeAlias = QuietReported | SourceFinished | CommitReported | MemberFailed | MemberLost
 OfJournal: TypeAlias = DecisionHeld | DecisionSubmitted | Journalled | NotJournalled
 Event: TypeAlias = PlanReady | OfNode | OfMember | OfJournal | AbortAsked | TimePassed
 

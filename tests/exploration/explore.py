@@ -51,7 +51,14 @@ class Exploration:
             Member(node, index, 1, 1, suspended=s.asleep and index == 1) for node in range(2) for index in range(2)
         )
         absent = frozenset({(0, 0, 99)} if s.held else ())
-        fleet = Fleet(members=members, wanted=s.swaps, controlled=s.controlled, in_place=s.mode.in_place, absent=absent)
+        fleet = Fleet(
+            members=members,
+            wanted=s.swaps,
+            controlled=s.controlled,
+            in_place=s.mode.in_place,
+            early=s.early,
+            absent=absent,
+        )
         node = self.nodes(running(s.mode, asleep=s.asleep))
         return World(self.fleets(fleet), self.journals(Journal()), (node, node), s.faults, s.delays or 0)
 
@@ -213,6 +220,8 @@ class Exploration:
             if isinstance(effect, Write):
                 if journal.write is not None:
                     raise Broken("two decisions are written at a time", last=[name])
+                if (swap := self.fleets.values[fleet].swap) is not None and swap.publishing:
+                    raise Broken(f"swap {effect.swap} is decided, and its version is not published", last=[name])
                 if self._is_unpaused(world, fleet):
                     raise Broken(f"swap {effect.swap} is decided, and its controller has not paused", last=[name])
                 ranks = journal.ranks if effect.version == journal.live else frozenset()
@@ -306,6 +315,8 @@ class Exploration:
             return
         if swap.phase is Phase.IDLE:
             yield then("the plan is ready", Coordinator.planned)
+        if SOURCE in swap.publishing:
+            yield then("the trainer has published the version", lambda c: c.step(e.SourceFinished(SOURCE)))
         early, _ = d.step(swap, e.TimePassed(), -1.0)
         if early is not swap:
             raise Refused("a deadline passes before its time")
@@ -386,6 +397,7 @@ class Exploration:
             wanted=wanted,
             controlled=s.controlled,
             in_place=s.mode.in_place,
+            early=s.early,
         )
         after = self.journals(journal._replace(crashed=(0, 0, 0)))
         return "a standby takes over", World(self.fleets(fleet), after, world.nodes, world.faults), 0

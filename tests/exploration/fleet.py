@@ -74,6 +74,7 @@ class Fleet(NamedTuple):
     wanted: int = 2  # swaps that the operator will still ask for
     controlled: bool = False  # replica a has a controller, which pauses it
     in_place: bool = False
+    early: bool = False  # the trainer still writes a version when its swap begins
     called: str = ""  # the decided swap for which the controller has yet to resume its engine
 
     @property
@@ -210,7 +211,8 @@ class Coordinator:
         halts = asked if self.fleet.in_place else frozenset[str]()
         in_place = frozenset(m.name for m in ranks) if self.fleet.in_place else in_place
         loaded = nodes if self.fleet.kind == "rollback" else frozenset[str]()  # an exchange needs no plan
-        self.step(e.PlanReady(members, nodes, 1, asked, halts, in_place, loaded))
+        writes = frozenset({SOURCE}) if self.fleet.early and self.fleet.kind == "swap" else frozenset[str]()
+        self.step(e.PlanReady(members, nodes, 1, asked, halts, in_place, loaded, writes))
 
     def journalled(self, is_written: bool) -> None:
         """Hear the journal's answer."""

@@ -54,6 +54,7 @@ READY = tuple(
     for asked, halts in (("", ""), ("a", ""), ("ab", "a"), ("ab", "ab"))
     for loaded in (frozenset[str](), NODES)
 )
+EARLY = tuple(replace(ready, publishing=frozenset({"src"})) for ready in READY)
 OF_NODES = [kind for n in ("n0", "n1") for kind in (e.NodeLoaded(n), e.NodeStaged(n, 1, 1), e.NodeFailed(n, n, "r"))]
 OF_MEMBERS = [
     kind
@@ -74,6 +75,7 @@ STRANGE: list[e.Event] = [
     e.QuietReported("src"),
     e.CommitReported("src", 0.0),
     e.MemberFailed("src", "r"),
+    e.SourceFinished("x"),
 ]
 
 
@@ -94,7 +96,7 @@ LATE = (
 
 
 def _after_swap(swap: d.Swap) -> Iterator[d.Swap]:
-    for event in (*READY, *OF_NODES, *OF_MEMBERS, *OTHERS):
+    for event in (*READY, *EARLY, e.SourceFinished("src"), *OF_NODES, *OF_MEMBERS, *OTHERS):
         try:
             after = d.step(swap, event, 0.0)[0]
             assert bool(after.history) == (after is not swap), f"{event} in {swap.phase} leaves {after.history}"
@@ -114,6 +116,9 @@ def check_swaps() -> None:
         if swap.phase is Phase.STAGING:
             for node in swap.nodes - swap.waiting:
                 refuses(lambda n=node, swap=swap: d.step(swap, e.NodeStaged(n, 1, 1), 0.0), "a repeated NodeStaged")
+        if not swap.publishing:
+            refuses(lambda swap=swap: d.step(swap, e.SourceFinished("src"), 0.0), "a repeated SourceFinished")
+        assert not swap.publishing or Phase.STAGED not in swap.entered
         if swap.phase in (Phase.HALTING, Phase.PAUSING):
             for member in swap.members.keys() - swap.waiting:
                 refuses(lambda m=member, swap=swap: d.step(swap, e.QuietReported(m), 0.0), "a repeated QuietReported")

@@ -13,6 +13,7 @@ SHORT = {
     "slow sockets": Setting(Mode(is_slow=True), faults=1, delays=1),
     "a controller pauses a replica": Setting(controlled=True, faults=1, delays=1),
     "a decision that waits for a permit to end": Setting(held=True, faults=1, delays=1),
+    "a version that is staged while it is published": Setting(early=True, faults=1, delays=1),
     "a swap after an aborted one": Setting(swaps=2, faults=1, delays=2),
     "ranks in place, paused before they are written": Setting(
         Mode(in_place=True), controlled=True, swaps=2, faults=1, delays=1

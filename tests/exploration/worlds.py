@@ -17,6 +17,7 @@ class Setting(NamedTuple):
     swaps: int = 1  # that the operator asks for
     faults: int = 2
     held: bool = False  # a rank that has left the cluster may serve until its permit ends
+    early: bool = False  # a swap is asked for while the trainer still writes the version
     asleep: bool = False  # replica b is suspended at the start
     delays: int | None = None  # how often another event than the next one may come first; None: in every order
 

@@ -172,7 +172,15 @@ def test_nodes_that_have_the_plan_are_not_asked_for_it() -> None:
 
 EVENTS: tuple[e.Event, ...] = (
     *(
-        replace(READY, asked=frozenset(asked), halts=frozenset(halts), in_place=frozenset(halts), loaded=loaded)
+        replace(
+            READY,
+            asked=frozenset(asked),
+            halts=frozenset(halts),
+            in_place=frozenset(halts),
+            loaded=loaded,
+            publishing=publishing,
+        )
+        for publishing in (frozenset[str](), frozenset({"src"}))
         for asked, halts in (("", ""), ("ab", ""), ("ab", "a"), ("ab", "ab"))
         for loaded in (frozenset[str](), READY.nodes)
     ),
@@ -183,6 +191,7 @@ EVENTS: tuple[e.Event, ...] = (
     *(e.CommitReported(member, 0.0) for member in "ab"),
     *(kind(member, "r") for member in ("a", "b") for kind in (e.MemberFailed, e.MemberLost)),
     e.MemberLost("src", "r"),
+    e.SourceFinished("src"),
     e.DecisionHeld(1.0),
     e.DecisionSubmitted(),
     e.Journalled(),
@@ -208,12 +217,25 @@ def test_every_row_leads_to_each_of_its_phases_and_nothing_else_happens() -> Non
             after = replace(
                 after, history=(), progress={}, copies=0, reason="", culprit="", paused={}, failed_phase=None
             )
-            key = repr((after.phase, sorted(after.waiting), after.asked, after.in_place, sorted(after.failed)))
+            still = sorted(after.waiting), sorted(after.publishing)
+            key = repr((after.phase, still, after.asked, after.in_place, sorted(after.failed)))
             if key not in seen:
                 seen.add(key)
                 left.append(after)
     assert moves == {key: set(row.to) for key, row in m.ROWS.items()}
     assert {phase for _, phase in moves} == {phase for phase in Phase if not phase.is_final}
+
+
+def test_staging_lasts_until_the_version_is_published_in_full() -> None:
+    early = replace(READY, publishing=frozenset({"src"}))
+    state, told = run(early, *STAGED[1:])
+    assert (state.phase, state.waiting, told) == (Phase.STAGING, {"src"}, [])
+    assert m.step(state, e.SourceFinished("src"), 0.5)[1] == [e.ReleaseSources(), e.JournalDecision()]
+    for ends in (e.TimePassed(), e.MemberLost("src", "it withdrew the version")):
+        ended, _ = m.step(state, ends, state.deadline)
+        assert ended.phase is Phase.ABORTED and NAMES["src"] in ended.reason
+    whole, _ = run(early, e.SourceFinished("src"), *STAGED[1:])
+    assert whole.phase is Phase.STAGED
 
 
 def test_the_whole_timeout_bounds_the_phases_before_the_decision() -> None:
