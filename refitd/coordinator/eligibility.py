@@ -53,7 +53,7 @@ def version_to_swap(
         )
     complete = offered.complete
     version = wanted if wanted is not None else complete[-1] if complete else None
-    if version is None or version not in complete:
+    if version is None or (version not in complete and version != model.forming()):
         held = ", ".join(f"rank {r}: {sorted(m.source.versions) or 'none'}" for r, m in sorted(model.sources.items()))
         if version is None:
             raise RefusedError(

@@ -68,6 +68,7 @@ class Published:
     mode: TransferMode = TransferMode.NONE  # how the latest version was transferred, still there or not
     newest: int = -1  # the highest version that this rank of its run has published, still there or not
     contents: int = 0  # increases when the rank provides other tensors than before
+    begun: int | None = None  # the version that it writes into a slot
 
 
 @dataclass(slots=True)
@@ -313,6 +314,28 @@ class Membership:
         complete = sorted(set.intersection(*(m.source.versions for m in ranks))) if is_whole else []
         drained = [m for _, m in sorted(self.sources.items()) if m.node in self.drains] if self.drains else []
         return Offered(world, missing, runs.pop() if len(runs) == 1 else None, complete, drained)
+
+    def writing(self, version: int) -> frozenset[str]:
+        """Return the source ranks that have begun a version and not published it in full."""
+        ranks = () if self.seeds else self.sources.values()
+        return frozenset(m.id for m in ranks if m.source.begun == version and version not in m.source.versions)
+
+    def forming(self) -> int | None:
+        """Return the newest version that may be staged while it is published: every source rank has begun it.
+
+        Replicas that are written in place would pause all the while, and be lost if the publication failed.
+        """
+        version = max((v for m in self.sources.values() if (v := m.source.begun) is not None), default=None)
+        if version is None or any(m.added.in_place for m in self.targets.values()) or not self.is_begun(version):
+            return None
+        return version
+
+    def is_begun(self, version: int) -> bool:
+        """Return whether every source rank has published a version or writes it."""
+        # no swap can begin before the last of thousands of ranks has begun; ranks that registered last are asked first,
+        # because mostly they publish last, too
+        sources = (m.source for m in reversed(self.sources.values()))
+        return all(version in source.versions or version == source.begun for source in sources)
 
     def droppable(self) -> tuple[set[int], int]:
         """Return the versions that no rank needs to hold, and the newest complete one (-1: none).

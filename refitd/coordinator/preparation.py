@@ -64,6 +64,12 @@ def planned(turn: Turn, event: Planned) -> None:
         _plan_ready(turn, running, plan)
 
 
+def go_on(turn: Turn, running: Running) -> None:
+    """Continue a swap that has its plan, and whose sources could not be compared before they had published."""
+    if running.swap.phase is Phase.IDLE and running.plan is not None and running.comparison is None:
+        _plan_ready(turn, running, running.plan)
+
+
 def _plan_ready(turn: Turn, running: Running, plan: LoadedPlan) -> None:
     if plan.has_regions and not _sources_are_equal(turn, running, plan):
         return
@@ -71,7 +77,7 @@ def _plan_ready(turn: Turn, running: Running, plan: LoadedPlan) -> None:
         without_unread(running, plan)
     membership = running.membership
     senders = [member for _, member in sorted(membership.sources.items()) if plan.members[member.id] in plan.senders]
-    if gone := [m for m in senders if running.version not in m.source.versions]:
+    if gone := [m for m in senders if running.version not in {*m.source.versions, m.source.begun}]:
         reason = f"{gone[0].describe()}: version {running.version} was replaced by newer ones before it was read"
         turn.post(running.swap.swap, swap_events.AbortAsked(reason, SwapCause.OVERTAKEN))
         return
@@ -105,6 +111,7 @@ def _ready(running: Running) -> swap_events.PlanReady:
         halts=frozenset(c.id for c in pausing if c.added.replica in written),
         in_place=frozenset(m.id for m in targets if m.added.in_place),
         loaded=loaded,
+        publishing=running.membership.writing(running.version),
     )
 
 
@@ -436,12 +443,17 @@ def _sources_are_equal(turn: Turn, running: Running, plan: LoadedPlan) -> bool:
     held = [
         member
         for rank, member in sorted(membership.sources.items())
-        if rank in regions.holder_of and swap.version in member.source.versions
+        if rank in regions.holder_of and swap.version in {*member.source.versions, member.source.begun}
     ]
     content = [regions.digest, *(f"{member.id} {member.source.contents}" for member in held)]
     key = xxhash.xxh3_128_hexdigest("\0".join(content).encode())
+    late = membership.writing(swap.version) & {member.id for member in held}
     if not held or membership.compared.get(key):
+        running.compared_before = bool(late)
         return True
+    if late:  # compared once it is complete
+        running.plan = plan
+        return False
     timeout_s = NODE_SHARE * (swap.deadline - turn.now)
     comparison = RegionComparison(key, regions, held, turn.now + timeout_s)
     turn.log("comparing", swap=swap.swap, regions=len(regions), nodes=", ".join(comparison.nodes))

@@ -1,4 +1,4 @@
-"""Ranks and controllers that register, return, sleep and leave, and the versions that source ranks publish and drop.
+"""Ranks and controllers that register, return, sleep and leave.
 
 The functions keep `fleet.members`, and the models that have members.
 """
@@ -14,7 +14,7 @@ from refitd.coordinator.actions import WriteDrain
 from refitd.coordinator.fleet import MAX_HISTORY, ModelState, Turn
 from refitd.coordinator.journals.base import Drain
 from refitd.coordinator.members import Arenas, CatchUp, Lost, Member, Membership, Node, Place, Published
-from refitd.coordinator.schedule import used_up
+from refitd.coordinator.publications import MAX_VERSIONS, room_changed
 from refitd.errors import RefusedError
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message
@@ -27,7 +27,6 @@ MAX_REPLICAS = 4096
 
 MAX_MEMBERS = 1 << 16
 MAX_LOST = 256  # nodes; the longest lost are dropped first
-MAX_VERSIONS = 1024  # of one source rank
 
 _BEING_DECIDED = (decision.Phase.STAGED, decision.Phase.DECIDING)
 
@@ -237,7 +236,7 @@ def remove(turn: Turn, member: Member, reason: str) -> None:
         swaps.run(turn)
     controllers.ranks_changed(turn, state.membership.name, member.added.replica)
     if state.wants_room:
-        _room_changed(turn, state)
+        room_changed(turn, state)
     _forget_if_empty(turn, state)
 
 
@@ -326,7 +325,7 @@ def suspend(turn: Turn, member: Member, asked: local.Suspend) -> None:
 def detach(turn: Turn, member: Member, reason: str) -> None:
     """Note that a source rank's trainer has ended; the versions that it has published stay."""
     member.source.attached = False
-    _room_changed(turn, turn.fleet.models[member.added.model])
+    room_changed(turn, turn.fleet.models[member.added.model])
     turn.log("detached", model=member.added.model, member=member.id, reason=reason)
 
 
@@ -381,7 +380,7 @@ def _evict(turn: Turn, member: Member, reason: str) -> None:
     turn.to_node(member.node, local.Evicted(member=member.id, reason=reason))
 
 
-# --- versions of sources ----------------------------------------------------------------------------------
+# --- runs of sources --------------------------------------------------------------------------------------
 
 
 def _run_of(turn: Turn, state: ModelState, added: cluster.AddShard) -> tuple[str, int, int | None]:
@@ -415,83 +414,4 @@ def _source_registered(turn: Turn, state: ModelState, member: Member, base: int 
         for rank in [rank for at, rank in state.published if at == old]:
             del state.published[old, rank]
     if state.wants_room:
-        _room_changed(turn, state)
-
-
-def published(turn: Turn, member: Member, message: local.Publish) -> None:
-    """Record a version that a source rank has published.
-
-    Raises:
-        RefusedError: its number was used up by other contents, or the rank holds too many versions.
-    """
-    state, source, version = turn.fleet.models[member.added.model], member.source, message.version
-    if version not in source.versions and len(source.versions) >= MAX_VERSIONS:
-        raise RefusedError(f"{member.id}: holds {MAX_VERSIONS} versions already; withdraw some")
-    text = used_up(state, version, member.run)
-    if not text and version <= state.bases.get(member.run, -1):
-        first = state.bases[member.run] + 1
-        text = f"version {version} may have been live with other contents; publish {first} or above"
-    if text:
-        raise RefusedError(f"model {state.membership.name!r} {member.describe()}: {text} (source.next_version)")
-    source.contents += message.is_anew
-    source.versions.add(version)
-    source.newest = max(source.newest, version)
-    state.published[member.run, member.added.rank] = source.newest
-    source.modes[version] = source.mode = message.mode
-    if state.wants_room:
-        _room_changed(turn, state)
-    # no swap can begin before the last of thousands of ranks has published; ranks that registered last are asked first,
-    # because mostly they publish last, too
-    if all(version in other.source.versions for other in reversed(state.membership.sources.values())):
-        turn.due[state.membership.name] = None
-    turn.log("published", model=state.membership.name, member=member.id, version=version, mode=message.mode)
-
-
-def withdrawn(turn: Turn, member: Member | None, version: int) -> None:
-    """Note that a source rank (None: it has left) no longer has a version; a swap that reads it aborts."""
-    if member is None:
-        return
-    member.source.versions.discard(version)
-    member.source.modes.pop(version, None)
-    state = turn.fleet.models[member.added.model]
-    if state.wants_room:
-        _room_changed(turn, state)
-    running = state.running
-    if running is not None and running.version == version and state.reads(member):
-        reason = f"it withdrew version {version}, or published over it, before it was read"
-        turn.post(running.swap.swap, swap_events.MemberLost(member.id, reason))
-
-
-def wants_room(turn: Turn, member: Member, slots: int) -> None:
-    """Answer a source rank without a free slot: which versions it may overwrite, now and after each change."""
-    state = turn.fleet.models[member.added.model]
-    if member.added.role == "source":
-        state.wants_room[member.id] = slots
-        _tell_room(turn, state, member, *state.membership.droppable(), asks=True)
-
-
-def _room_changed(turn: Turn, state: ModelState) -> None:
-    """Tell waiting source ranks which slots they may now overwrite."""
-    found = state.membership.droppable()
-    for member_id in list(state.wants_room):
-        member = turn.fleet.members.get(member_id)
-        if member is None:
-            del state.wants_room[member_id]
-        else:
-            _tell_room(turn, state, member, *found)
-
-
-def _tell_room(
-    turn: Turn, state: ModelState, member: Member, droppable: set[int], complete: int, *, asks: bool = False
-) -> None:
-    if state.wants_room[member.id] == 1:
-        droppable = droppable | {complete}  # its one slot cannot hold both that version and a new one
-    there = member.source.versions
-    versions, reason = tuple(sorted(droppable & there)), ""
-    if versions:
-        del state.wants_room[member.id]
-    elif asks:
-        held = ", ".join(f"{v} (complete)" if v == complete else str(v) for v in sorted(there))
-        reason = f"it holds {held}; {state.membership.lagging_sources(member)}" if held else ""
-    if versions or asks:
-        turn.to_node(member.node, local.MayDrop(member=member.id, versions=versions, reason=reason))
+        room_changed(turn, state)

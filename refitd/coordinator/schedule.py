@@ -155,20 +155,24 @@ def is_forming(running: Running) -> bool:
 
 
 def newer(state: ModelState) -> DueSwap | None:
-    """Return the swap to a complete version newer than every decided one and any that this run tried.
+    """Return the swap to a version newer than every decided one and any that this run tried.
+
+    It is complete, or every source rank has begun it.
 
     Raises:
         RefusedError: such a version exists and cannot be swapped now.
     """
     membership = state.membership.engines()
     offered = membership.offered()
-    complete, run, (tried, tried_run) = offered.complete, offered.run or "", state.tried
-    if not complete or complete[-1] <= state.highest or not membership.targets or offered.drained:
+    run, (tried, tried_run) = offered.run or "", state.tried
+    if offered.run is None or offered.missing or not membership.targets or offered.drained:
         return None
-    if run == tried_run and complete[-1] <= tried:
-        return None
-    version = version_to_swap(membership, None, is_planned=state.plan is not None)
-    return DueSwap("auto", version, run, membership)
+    past = max(state.highest, tried if run == tried_run else -1)
+    for newest in (*offered.complete[-1:], membership.forming()):
+        if newest is not None and newest > past:
+            version = version_to_swap(membership, newest, is_planned=state.plan is not None)
+            return DueSwap("auto", version, run, membership)
+    return None
 
 
 def lagging(state: ModelState, *, only_observers: bool = False) -> DueSwap | None:
@@ -235,6 +239,11 @@ def gathers_until(due: DueSwap) -> float:
 def left_behind(state: ModelState, running: Running, now: float) -> None:
     """Note which ranks a failed swap left behind, and when to retry them."""
     s = running.swap
+    if s.phase is Phase.ABORTED and (late := running.membership.writing(s.version)):
+        # its sources write on: it is tried again once it is complete, not before
+        state.tried = s.version - 1, running.run
+        for member in state.membership.sources.values():
+            member.source.begun = None if member.id in late else member.source.begun
     present = {member.id: member for member in state.membership.members()}
     for member_id in s.members:
         member = present.get(member_id)

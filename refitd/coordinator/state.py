@@ -11,6 +11,7 @@ from refitd.coordinator import (
     controllers,
     nodes,
     preparation,
+    publications,
     registrations,
     swap_queue,
     swaps,
@@ -252,12 +253,14 @@ def _handle(turn: Turn, node: Node, event: FromNode) -> Message | None:
             registrations.add_controller(turn, node, message)
             return local.Done()
         case local.Publish() as message:
-            registrations.published(turn, fleet.member(name, message.member), message)
+            publications.published(turn, fleet.member(name, message.member), message)
             return local.Done()
         case local.Withdraw(member_id, version):
-            registrations.withdrawn(turn, fleet.own(name, member_id), version)
+            publications.withdrawn(turn, fleet.own(name, member_id), version)
+        case local.BeginPublish(member_id, version, is_writing=True):
+            publications.begun(turn, fleet.member(name, member_id), version)
         case local.BeginPublish(member_id, slots=slots):
-            registrations.wants_room(turn, fleet.member(name, member_id), slots)
+            publications.wants_room(turn, fleet.member(name, member_id), slots)
         # --- requests of operators and clients
         case local.StartSwap() as message:
             swap_queue.start(turn, message, waiter)

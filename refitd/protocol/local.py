@@ -148,13 +148,14 @@ class BeginPublish(Message, frozen=True):
     """Request a slot to write `version` into; waits up to `timeout_s` for one to become free.
 
     If all of the rank's `slots` are used, the daemon sends this to the coordinator. MayDrop lists the versions that the
-    rank may overwrite, now and later.
+    rank may overwrite, now and later. With `is_writing` the rank has a slot and writes the version.
     """
 
     member: Name
     version: Count
     timeout_s: Seconds = 0.0
     slots: Small = 0
+    is_writing: bool = False
 
 
 class Publish(Message, frozen=True):
