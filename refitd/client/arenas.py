@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -72,6 +72,13 @@ _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
+# Parts of a long copy about which `Wrote` is called.
+STEP_BYTES = 32 << 20
+
+# Called after a part of an arena was written, or queued to be, with its offset and bytes.
+Wrote = Callable[[int, int], object] | None
+
+
 class ArenaCopies:
     """Precomputed copies between tensors and an arena. The tensors must stay at their addresses."""
 
@@ -92,22 +99,30 @@ class ArenaCopies:
         sizes = np.add.reduceat(size, first) if len(first) else size
         self._runs = list(zip(here[first].tolist(), there[first].tolist(), sizes.tolist(), strict=True))
 
-    def perform(self, arena: Arena, *, into_arena: bool) -> None:
-        """Copy all tensors into an arena, or out of it."""
+    def perform(self, arena: Arena, *, into_arena: bool, wrote: Wrote = None) -> None:
+        """Copy all tensors into an arena, or out of it. `wrote` is called with the offset and bytes of each part."""
         if arena.device != HOST:
             for tensor, offset in self._all:
                 _copy(tensor, arena, offset, into_arena=into_arena)
+                if wrote is not None:
+                    wrote(offset, tensor.numel() * tensor.element_size())
             return
         # one memmove for each run; torch would wake OpenMP threads
         memmove, base = ctypes.memmove, arena.address
         if into_arena:
             for here, there, nbytes in self._runs:
-                memmove(base + there, here, nbytes)
+                for at in range(0, nbytes, nbytes if wrote is None else STEP_BYTES):
+                    size = min(nbytes - at, STEP_BYTES) if wrote is not None else nbytes
+                    memmove(base + there + at, here + at, size)
+                    if wrote is not None:
+                        wrote(there + at, size)
         else:
             for here, there, nbytes in self._runs:
                 memmove(here, base + there, nbytes)
         for tensor, offset in self._rest:
             _copy(tensor, arena, offset, into_arena=into_arena)
+            if wrote is not None:
+                wrote(offset, tensor.numel() * tensor.element_size())
 
 
 def same_bytes(tensor: torch.Tensor, arena: Arena, offset: int) -> bool:

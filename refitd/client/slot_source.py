@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import structs
 
+from refitd.buffers.layout import ALIGNMENT
+from refitd.buffers.written import Written
 from refitd.client.arguments import whole
 from refitd.client.connection import Connection
 from refitd.client.reconnect import Give, Line, renumbered
@@ -42,6 +44,8 @@ SWAP_ENDS_S = 5.0
 LOOK_S = 0.02
 
 ANSWER_S = 10.0
+
+SINCE_PROTOCOL = 4_001  # the daemon knows Wrote
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +181,33 @@ class Filling(NamedTuple):
     member: str
     slot: int
     arena: Arena
+
+
+# A client tells of at least so many written bytes at a time, and of this part of a version.
+TOLD_BYTES = 32 << 20
+TOLD_PART = 64
+
+
+class Progress:
+    """Tells the daemon which bytes of a slot are written, so that a swap may copy them before the rest is."""
+
+    def __init__(self, connection: Connection, version: int, filling: Filling, settle: Callable[[], object]) -> None:
+        """`settle` waits until the GPUs' queued copies into the slot have ended."""
+        self._connection, self._version, self._filling, self._settle = connection, version, filling, settle
+        self._written, self._size = Written(), 0
+        self._step = max(TOLD_BYTES, filling.arena.nbytes // TOLD_PART)
+
+    def __call__(self, offset: int, nbytes: int) -> None:
+        """Note that a tensor at this offset is written, or queued to be."""
+        # tensors begin at multiples of ALIGNMENT: the ranges of neighbours touch
+        self._written.add(offset, offset + -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        self._size += nbytes
+        if self._size < self._step or self._connection.welcome.protocol < SINCE_PROTOCOL:
+            return
+        self._settle()
+        spans, self._written, self._size = self._written.spans(), Written(), 0
+        with contextlib.suppress(RefitdError):  # `publish` reports a lost daemon
+            self._connection.tell(local.Wrote(self._filling.member, self._version, spans))
 
 
 class SlotSource(ABC):

@@ -13,7 +13,7 @@ from refitd.client.arguments import Layout, seconds, whole
 from refitd.client.connection import Connection
 from refitd.client.given import NONE, Keeps, Tensors, checked_part, refuse_all
 from refitd.client.reconnect import Line, renumbered
-from refitd.client.slot_source import SlotSource, Slotted, SourceSlots, register_slots
+from refitd.client.slot_source import Progress, SlotSource, Slotted, SourceSlots, register_slots
 from refitd.client.source_tensors import MXFP8Offer, SourceCasts, SourceTensors
 from refitd.client.threads import awaitable, check_process
 from refitd.describe.metadata import ParameterMetadata
@@ -151,7 +151,9 @@ class Source(SlotSource):
         with self._filling(connection, version, max(0.0, deadline - time.monotonic())) as filling:
             # again: tensors may have been replaced while waiting for the slot
             self._is_anew = self._tensors.follow() or self._is_anew
-            self._tensors.write_to(filling.arena)
+            # tensors that were replaced are compared with the other ranks' first, once all is written
+            wrote = None if self._is_anew else Progress(connection, version, filling, self._tensors.settle)
+            self._tensors.write_to(filling.arena, wrote)
             self._tensors.settle()  # after Publish, workers read the slot and the trainer may mutate the tensors
             self._tensors.check_still("while it was copied")
         self._filled(connection, version, filling, max(1.0, deadline - time.monotonic()), is_anew=self._is_anew)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from refitd.buffers.arena import MappedArena
-from refitd.client.arenas import Arena, view_of
+from refitd.client.arenas import Arena, Wrote, view_of
 from refitd.client.given import (
     NONE,
     Keeps,
@@ -326,12 +326,17 @@ class SourceTensors(TensorSet):
         return bool(self._converted or self._cast)
 
     @torch.no_grad()
-    def write_to(self, arena: Arena) -> None:
-        """Write a version into a slot: first copied tensors, then cast ones, then data and scales of MXFP8 tensors."""
-        self.copy(arena, into_arena=True)
+    def write_to(self, arena: Arena, wrote: Wrote = None) -> None:
+        """Write a version into a slot: first copied tensors, then cast ones, then data and scales of MXFP8 tensors.
+
+        `wrote` is called with the offset and bytes of each part.
+        """
+        self.copy(arena, into_arena=True, wrote=wrote)
         for index, place, dtype in self._cast:
             tensor = self.tensors[index]
             view_of(arena, self._slot[place], tensor.shape, dtype).copy_(tensor)
+            if wrote is not None:
+                wrote(self._slot[place], tensor.numel() * dtype.itemsize)
         offsets = iter(self._slot[self._parts_from :])
         for index in self._converted:
             tensor = self.tensors[index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,12 @@ import torch
 
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import name_of
-from refitd.client.arenas import Arena, copy_bytes, number_of
+from refitd.client.arenas import Arena, Wrote, copy_bytes, number_of
 from refitd.client.arguments import Layout, seconds, whole
 from refitd.client.connection import Connection
 from refitd.client.given import held_of_given
 from refitd.client.reconnect import Line
-from refitd.client.slot_source import SlotSource, Slotted, SourceSlots, register_slots
+from refitd.client.slot_source import Progress, SlotSource, Slotted, SourceSlots, register_slots
 from refitd.client.source_tensors import SourceCasts
 from refitd.client.threads import check_process
 from refitd.describe.memory import HOST
@@ -101,7 +102,8 @@ class StreamedSource(SlotSource):
             self._check_open()
             self._offer_unrounded(connection, timeout)
             with self._filling(connection, version, timeout) as filling:
-                write_stream(filling.arena, self._held, self._wire, self._offsets, weights)
+                wrote = Progress(connection, version, filling, partial(_settle, filling.arena))
+                write_stream(filling.arena, self._held, self._wire, self._offsets, weights, wrote)
             try:
                 self._filled(connection, version, filling, timeout)
             except PeerLost:  # the next daemon learns of the finished slot, unless it connected before `offered`
@@ -204,8 +206,11 @@ def write_stream(
     wire: Sequence[ParameterMetadata],
     offsets: Sequence[int],
     weights: Weights,
+    wrote: Wrote = None,
 ) -> dict[str, torch.Tensor]:
     """Copy tensors into a slot as the iterator yields them; return views of the slot by name.
+
+    `wrote` is called with the offset and bytes of each tensor.
 
     `declared` describes the tensors from the iterator; `wire` describes the tensors in the slot.
 
@@ -234,20 +239,25 @@ def write_stream(
         slot = memory[offset : offset + prod(held.shape) * dtype.itemsize].view(dtype).view(held.shape)
         if isinstance(held, Unread) and dtype == held.dtype and slot.device.type == "cpu":
             held.read_into(slot)
-            written[name] = slot
-            continue
-        if isinstance(held, Unread):
-            held = held.load()
-        if dtype == held.dtype:
-            copy_bytes(slot, held)
         else:
-            slot.copy_(held.detach())
+            value = held.load() if isinstance(held, Unread) else held
+            if dtype == value.dtype:
+                copy_bytes(slot, value)
+            else:
+                slot.copy_(value.detach())
         written[name] = slot
+        if wrote is not None:
+            wrote(offset, slot.nbytes)
     if missing := [name for name in places if name not in written]:
         raise RefusedError(f"the iterator has ended without {len(missing)} of {len(places)} tensors: {missing[:10]}")
-    if memory.device.type == "cuda":
-        torch.cuda.synchronize(memory.device)
+    _settle(arena)
     return written
+
+
+def _settle(arena: Arena) -> None:
+    """Wait until a GPU has written what was copied into an arena on it."""
+    if not isinstance(arena, MappedArena) and arena.tensor.device.type == "cuda":
+        torch.cuda.synchronize(arena.tensor.device)
 
 
 def _stream_problem(m: ParameterMetadata, tensor: torch.Tensor | Unread) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from refitd.buffers.cuda import is_capturing
 from refitd.buffers.layout import extent, packed_offsets
-from refitd.client.arenas import Arena, ArenaCopies, Home, byte_strides, place_of, same_bytes, settle
+from refitd.client.arenas import Arena, ArenaCopies, Home, Wrote, byte_strides, place_of, same_bytes, settle
 from refitd.client.given import (
     NONE,
     PLAIN_TYPES,
@@ -374,11 +374,14 @@ class TensorSet:
             self._settled, self._gpus = self.tensors, {gpu_of(tensor) for tensor in self.tensors} - {HOST}
         return self._gpus
 
-    def copy(self, arena: Arena, *, into_arena: bool) -> None:
-        """Copy every tensor into an arena in refitd's layout, or out of it; check first that no tensor has moved."""
+    def copy(self, arena: Arena, *, into_arena: bool, wrote: Wrote = None) -> None:
+        """Copy every tensor into an arena in refitd's layout, or out of it; check first that no tensor has moved.
+
+        `wrote`: see ArenaCopies.perform.
+        """
         if self._copies is None:
             self._copies = ArenaCopies(*self._moved())
-        self._copies.perform(arena, into_arena=into_arena)
+        self._copies.perform(arena, into_arena=into_arena, wrote=wrote)
 
     def _moved(self) -> tuple[Sequence[torch.Tensor], Sequence[int]]:
         """Return the tensors that are copied unconverted, and their offsets in an arena."""

@@ -242,8 +242,8 @@ def left_behind(state: ModelState, running: Running, now: float) -> None:
     if s.phase is Phase.ABORTED and (late := running.membership.writing(s.version)):
         # its sources write on: it is tried again once it is complete, not before
         state.tried = s.version - 1, running.run
-        for member in state.membership.sources.values():
-            member.source.begun = None if member.id in late else member.source.begun
+        for source in state.membership.sources.values():
+            source.source.begun = None if source.id in late else source.source.begun
     present = {member.id: member for member in state.membership.members()}
     for member_id in s.members:
         member = present.get(member_id)

@@ -195,8 +195,34 @@ class RunResult:
     paths: tuple[str, ...] = ()  # within the node, by GPUs: names of refitd.addressing.paths
 
 
+class Arriving(ABC):
+    """Source arenas into which a client still writes the version that a run copies."""
+
+    #: their ids
+    arenas: frozenset[int]
+
+    @abstractmethod
+    def holds(self, arena: int, begin: int, end: int) -> bool:
+        """Return whether these bytes of an arena are written."""
+
+    @abstractmethod
+    def wait(self, arena: int, begin: int, end: int) -> None:
+        """Return once these bytes of an arena are written.
+
+        Raises:
+            DeadlineExceeded: they are not written before the run's deadline; names the rank that writes.
+        """
+
+
 class PreparedJob(ABC):
     """Copies prepared for a service: views built, addresses checked. May be run repeatedly."""
+
+    def follow(self, arriving: Arriving | None) -> bool:
+        """Return whether the next run copies each part of `arriving` once it is written; None: all is written.
+
+        By default False: the run begins once everything is written.
+        """
+        return False
 
     @abstractmethod
     def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:

@@ -358,6 +358,7 @@ class PackedExchange(ExchangeService):
         direct = self._direct(stream, message) if room is None else None
         buffer = (self._staging() if room is None else room)[: message.nbytes] if direct is None else direct
         if stream.is_send:
+            stream.await_written(message)
             for span, here in steps_of(message, self.step_bytes):
                 if direct is None:
                     stream.pieces[span.piece].pack(span.start, span.end, buffer[here])
@@ -411,6 +412,8 @@ class PackedExchange(ExchangeService):
         """Copy the transfers within this rank; return an error text, "" if all is well."""
         for key in sorted(receives):
             source, target = sends[key], receives[key]
+            if source.await_written is not None:
+                source.await_written()
             if isinstance(source, TensorPiece) and isinstance(target, TensorPiece):
                 is_same = target.copy_from(source, verify=verify)
             else:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -60,6 +60,7 @@ class Piece(ABC):
     """
 
     base: Base | None = None
+    await_written: Callable[[], object] | None = None  # call it before a read: it returns once this piece is written
 
     @property
     @abstractmethod

@@ -149,6 +149,7 @@ class AnnouncedPipeline(Pipeline):
         """Send a message whole."""
         stream, service = self.stream, self._service
         message = stream.messages[number]
+        stream.await_written(message)
         direct = service._direct(stream, message)
         buffer = service._staging()[: message.nbytes] if direct is None else direct
         for span, here in steps_of(message, service.step_bytes) if with_digest or direct is None else ():
@@ -206,6 +207,7 @@ class AnnouncedSender(AnnouncedPipeline):
         """
         if not self.stream.has_bases:
             return None
+        self.stream.await_written(message)
         service, bases = self._service, self._bases(message)
         comparison = Comparison(message.nbytes, self._width(message)) if bases and not self._resting else None
         self._resting = max(0, self._resting - 1)

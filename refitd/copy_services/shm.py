@@ -16,7 +16,7 @@ import numpy.typing as npt
 from refitd.addressing.copies import CopyList
 from refitd.addressing.places import extent_of, of_items
 from refitd.buffers.arena import MappedArena
-from refitd.copy_services import Capabilities, DigestMismatch, MappedCopyService, PreparedJob, RunResult
+from refitd.copy_services import Arriving, Capabilities, DigestMismatch, MappedCopyService, PreparedJob, RunResult
 from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
 from refitd.dtypes import TILE_ITEMS
 from refitd.errors import TransportError
@@ -122,6 +122,7 @@ class SharedMemoryService(MappedCopyService):
     def prepare(self, copies: CopyList, arenas: Mapping[int, MappedArena]) -> PreparedJob:
         """See CopyService.prepare."""
         chunks: list[tuple[int, _Chunk]] = []
+        reads: list[tuple[int, int, int]] = []
         convert = Converter()
         # whole columns at once: reading one number of an array costs as much as a small copy
         columns = (getattr(copies, name).tolist() for name in _ROW)
@@ -134,6 +135,7 @@ class SharedMemoryService(MappedCopyService):
             if not target.writable:
                 raise TransportError(f"copy {row}: arena {dst_arena} is mapped for reading only")
             origin = _checked(arenas, src_arena, src_at, size, src_stride, src_element, row)
+            reads.append((src_arena, src_at, src_at + extent_of(size, src_stride, src_element)))
             for box, src_skip, dst_skip in _boxes(size, src_stride, dst_stride, max(element, src_element)):
                 as_bytes = not cast and bool(box) and box[-1][1] == box[-1][2] == element and element not in TILE_ITEMS
                 view = _view(target.bytes, dst_at + dst_skip, box, 2, element, as_bytes, dst_stride[-1])
@@ -152,24 +154,26 @@ class SharedMemoryService(MappedCopyService):
         # Processors prefetch. In a tensor cut in columns, half a row is followed by its other half, which another copy
         # reads or writes. Running such copies one after the other takes a quarter less time.
         chunks.sort(key=itemgetter(0))
-        return _SharedMemoryJob([chunk for _, chunk in chunks], len(copies))
+        return _SharedMemoryJob([chunk for _, chunk in chunks], reads)
 
     def close(self) -> None:
         """See CopyService.close. The service has no state between runs."""
 
 
 class _SharedMemoryJob(PreparedJob):
-    def __init__(self, chunks: list[_Chunk], copies: int) -> None:
-        self._chunks = chunks
-        self._copies = copies
+    """`reads` are the (arena, first byte, byte behind the last) that each copy reads."""
+
+    def __init__(self, chunks: list[_Chunk], reads: list[tuple[int, int, int]]) -> None:
+        self._chunks, self._reads = chunks, reads
+        self._arriving: Arriving | None = None
         self._bytes = sum(chunk.nbytes for chunk in chunks)
         self._near, self._far = _Scratch(), _Scratch()
 
     def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
-        """See PreparedJob.run. `timeout` does not apply: no step waits for another process."""
+        """See PreparedJob.run. `timeout` does not apply: only `Arriving` waits for another process."""
         started, near, far = time.perf_counter(), self._near, self._far
         done, next_report = 0, PROGRESS_BYTES
-        for chunk in self._chunks:
+        for chunk in self._chunks if self._arriving is None else self._as_written(self._arriving):
             chunk.write(near)
             if verify and _memcmp(chunk.expected_at(near), chunk.written_at(far), chunk.nbytes):
                 raise DigestMismatch(
@@ -182,7 +186,27 @@ class _SharedMemoryJob(PreparedJob):
                 next_report = done + PROGRESS_BYTES
                 on_progress(done)
         on_progress(done)
-        return RunResult(self._copies, self._bytes, time.perf_counter() - started)
+        return RunResult(len(self._reads), self._bytes, time.perf_counter() - started)
+
+    def follow(self, arriving: Arriving | None) -> bool:
+        """See PreparedJob.follow."""
+        self._arriving = arriving
+        return True
+
+    def _as_written(self, arriving: Arriving) -> Iterator[_Chunk]:
+        """Yield the chunks in the order in which their sources are written."""
+        left = self._chunks
+        while left:
+            copies = {chunk.copy for chunk in left}
+            ready = {copy for copy in copies if self._is_written(copy, arriving)}
+            yield from (chunk for chunk in left if chunk.copy in ready)
+            left = [chunk for chunk in left if chunk.copy not in ready]
+            if left:
+                arriving.wait(*self._reads[left[0].copy])
+
+    def _is_written(self, copy: int, arriving: Arriving) -> bool:
+        arena, begin, end = self._reads[copy]
+        return arena not in arriving.arenas or arriving.holds(arena, begin, end)
 
 
 def _checked(

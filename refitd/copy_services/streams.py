@@ -44,6 +44,12 @@ class Stream:
         """Bytes of all pieces."""
         return sum(piece.nbytes for piece in self.pieces)
 
+    def await_written(self, message: PackedMessage) -> None:
+        """Return once the pieces of a message to send are written; see Piece."""
+        for span in message.spans:
+            if (wait := self.pieces[span.piece].await_written) is not None:
+                wait()
+
 
 @dataclass(frozen=True, slots=True)
 class InFlight:

@@ -6,12 +6,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from refitd.buffers.written import Spans, Written
 from refitd.commit.target_state import Event, Suspended, Woken, WokenEmpty, step_of
 from refitd.daemon.actions import Instruction, ToClient, ToCoordinator, ToWorker
 from refitd.daemon.members import BaseVersion, LocalMember
 from refitd.errors import IllegalTransition, RefitdError
 from refitd.events import Log
-from refitd.protocol import cluster, local
+from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message
 from refitd.text import brief
 
@@ -138,6 +139,31 @@ class Effects(list[Instruction]):
         member.state = state
         member.history.append(brief(f"{event} -> {state}"))
         self.moved[member.id] = member
+
+
+# Ranges in one message to a worker, whose datagrams are limited.
+MAX_SPANS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Unwritten:
+    """An arena that the client of `member` still writes a version into; `written` grows."""
+
+    arena: int
+    version: int
+    member: str
+    written: Written
+
+    @property
+    def named(self) -> sidecar.Unwritten:
+        """It as a worker knows it."""
+        return sidecar.Unwritten(self.arena, self.version, self.member)
+
+    def tell(self, effects: Effects, worker: int, spans: Spans) -> None:
+        """Tell a worker that these ranges are written."""
+        for at in range(0, len(spans), MAX_SPANS):
+            part = spans[at : at + MAX_SPANS]
+            effects.order(worker, local.Wrote(self.member, self.version, part, self.arena))
 
 
 # --- for arenas -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from zlib import crc32
 
 from refitd.addressing.between_nodes import TransferList
 from refitd.addressing.copies import ConversionList, CopyList
-from refitd.daemon.effects import Effects
+from refitd.daemon.effects import Effects, Unwritten
 from refitd.protocol import cluster, local, sidecar
 
 
@@ -145,6 +145,8 @@ class Run:
     verify: bool
     crosses: bool  # it exchanges data with workers of other nodes
     converts: bool  # it converts arrived tensors
+    unwritten: tuple[Unwritten, ...] = ()  # arenas that it reads while they are written
+    timeout_s: float = 0.0
 
 
 class JobTable:
@@ -170,11 +172,12 @@ class JobTable:
         verify: bool,
         timeout_s: float = 0.0,
         bases: Sequence[sidecar.HeldBase] = (),
+        unwritten: Sequence[Unwritten] = (),
     ) -> list[Run]:
         """Run the job `key`, loading it first if needed; return its runs.
 
-        `shares` are unused if the job is cached (see `has`). `timeout_s` limits exchanges with workers of other nodes.
-        These exchanges may use `bases`.
+        `shares` are unused if the job is cached (see `has`). `timeout_s` limits exchanges with workers of other nodes,
+        and waits for `unwritten` arenas. These exchanges may use `bases`.
         """
         job = self._jobs.pop(key, None)
         if job is None:
@@ -183,11 +186,13 @@ class JobTable:
         self._jobs[key] = job
         if len(self._jobs) > MAX_JOBS:
             self._evict(effects)
-        return [self._begin(effects, job, worker, purpose, verify, timeout_s, bases) for worker in job.shares]
+        return [
+            self._begin(effects, job, worker, purpose, verify, timeout_s, bases, unwritten) for worker in job.shares
+        ]
 
     def repeat(self, effects: Effects, run: Run) -> Run:
         """Run a share within the node again, on the successor of its worker."""
-        return self._begin(effects, run.job, run.worker, run.purpose, run.verify, 0.0, ())
+        return self._begin(effects, run.job, run.worker, run.purpose, run.verify, run.timeout_s, (), run.unwritten)
 
     def _begin(
         self,
@@ -198,6 +203,7 @@ class JobTable:
         verify: bool,
         timeout_s: float,
         bases: Sequence[sidecar.HeldBase],
+        unwritten: Sequence[Unwritten],
     ) -> Run:
         share = job.shares[worker]
         converts = isinstance(share.rows, ConversionList)
@@ -208,13 +214,18 @@ class JobTable:
             effects.order(worker, load, block=block)
             job.loaded.add(worker)
         self._numbers += 1
-        run = Run(self._numbers, job, worker, purpose, verify, share.epoch is not None, converts)
+        mine = share.rows.arenas() if bases or unwritten else ()
+        reads = tuple(one for one in unwritten if one.arena in mine)
+        crosses = share.epoch is not None
+        limit_s = timeout_s if crosses or reads else 0.0
+        run = Run(self._numbers, job, worker, purpose, verify, crosses, converts, reads, limit_s)
         self.runs[run.number] = run
         job.running.add(run.number)
-        mine = share.rows.arenas() if bases else ()
         told = tuple(base for base in bases if base.arena in mine)
-        message = sidecar.RunJob(job.number, run.number, verify, timeout_s, told)
-        effects.order(worker, message)
+        awaited = tuple(one.named for one in reads)
+        effects.order(worker, sidecar.RunJob(job.number, run.number, verify, limit_s, told, awaited))
+        for one in reads:
+            one.tell(effects, worker, one.written.spans())
         return run
 
     def end(self, number: int) -> Run | None:

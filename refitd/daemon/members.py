@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from refitd.addressing.places import Places
+from refitd.buffers.written import Written
 from refitd.commit.target_state import Step, TargetState
 from refitd.protocol.cluster import Stage
 from refitd.protocol.local import RegisterSource, RegisterTarget
@@ -127,6 +128,7 @@ class Slot:
     arena: int
     version: int | None = None
     writing: int | None = None  # the version that the client is copying in
+    written: Written = field(default_factory=Written)  # its bytes, as far as the client tells
     readers: set[str] = field(default_factory=set)  # swaps
     compared: set[str] = field(default_factory=set)  # swaps that compare a newer version with this one
 
@@ -137,6 +139,7 @@ class Offered:
 
     slot: int
     readers: set[str]  # the swaps that read it; swaps add themselves
+    written: Written | None = None  # the bytes that the client has written; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,10 +275,10 @@ class LocalMember:
         is_converted = not isinstance(r, RegisterTarget) or bool(r.conversions)
         return not is_converted and state.version is not None and state.holds == state.version
 
-    def offered(self, version: int, run: str) -> Offered | None:
+    def offered(self, version: int, run: str, *, even_begun: bool = False) -> Offered | None:
         """Return where swaps can read this version, None if they cannot.
 
-        A source holds it; a target serves it and can seed others.
+        A source holds it, or with `even_begun` writes it; a target serves it and can seed others.
         """
         source, state = self.source, self.state
         if source is None:
@@ -285,7 +288,12 @@ class LocalMember:
             return None
         if version in source.leases:
             return Offered(-1, source.leases[version])
-        return next((Offered(slot.arena, slot.readers) for slot in source.slots if slot.version == version), None)
+        for slot in source.slots:
+            if slot.version == version:
+                return Offered(slot.arena, slot.readers)
+            if even_begun and slot.writing == version:
+                return Offered(slot.arena, slot.readers, slot.written)
+        return None
 
     def held(self) -> list[int]:
         """Return the versions that a source holds, ascending; none for a target."""
@@ -320,19 +328,19 @@ class LocalMember:
         return set[str]().union(*slots, *self.source.leases.values())
 
     def readers_of(self, version: int) -> set[str] | None:
-        """Return the (mutable) set of swaps that read a version, None if it is not held."""
+        """Return the (mutable) set of swaps that read a version, None if it is neither held nor written."""
         if self.source is None:
             return self.seeding
         if version in self.source.leases:
             return self.source.leases[version]
-        return next((slot.readers for slot in self.source.slots if slot.version == version), None)
+        return next((s.readers for s in self.source.slots if version in (s.version, s.writing)), None)
 
     def source_base(self, stage: Stage) -> HeldBase | None:
         """Return the slots of the base and of the version to send, None if one is missing; mark the base's slot."""
         source = self.source
         if source is None or stage.base is None or source.run != stage.base_run or source.waiting:
             return None  # a waiting publish needs the slot
-        slots = {slot.version: slot for slot in source.slots}
+        slots = {slot.version if slot.writing is None else slot.writing: slot for slot in source.slots}
         new, base = slots.get(stage.version), slots.get(stage.base)
         if new is None or base is None:
             return None

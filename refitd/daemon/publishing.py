@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from refitd.buffers.written import WHOLE, Spans, Written
 from refitd.daemon.coordinator_link import CoordinatorLink
 from refitd.daemon.effects import Announced, Effects
-from refitd.daemon.members import LocalMember, SourceSide, WaitingPublish
+from refitd.daemon.members import LocalMember, Slot, SourceSide, WaitingPublish
 from refitd.daemon.swaps import LocalSwaps
 from refitd.errors import DeadlineExceeded, RefitdError, RefusedError, TransportError
 from refitd.protocol import local
@@ -55,14 +56,29 @@ class Publishing:
         slot = source.slots[index] if index is not None and index < len(source.slots) else None
         if slot is None or slot.writing != version:
             raise RefusedError(f"{member.id}: slot {index} was not granted for version {version}; publish again")
-        slot.writing = None
         try:
             self._link.check()
         except RefitdError:
-            self._grant(effects, member)
+            self.withdraw(effects, member, version, "there is no coordinator")
             raise
-        slot.version = version
+        slot.writing, slot.version = None, version
+        self._wrote(effects, slot, ((0, WHOLE),))
         self._announce(effects, member, session, request, version, message.is_anew)
+
+    def wrote(self, effects: Effects, member: LocalMember, message: local.Wrote) -> None:
+        """Note which bytes of a version are written; with the first ones, swaps of the version may begin."""
+        version = message.version
+        slot = next((slot for slot in _source(member).slots if slot.writing == version), None)
+        if slot is None:
+            return  # its copy failed
+        if not slot.written.spans():
+            effects.say(local.BeginPublish(member.id, version, is_writing=True))
+        self._wrote(effects, slot, message.spans)
+
+    def _wrote(self, effects: Effects, slot: Slot, spans: Spans) -> None:
+        for begin, end in spans:
+            slot.written.add(begin, end)
+        self._swaps.wrote(effects, slot.arena, spans)
 
     def lend(self, effects: Effects, member: LocalMember, session: int, request: int, message: local.Publish) -> None:
         """Accept live tensors as a version, without a copy.
@@ -100,25 +116,24 @@ class Publishing:
         if source is None:
             return
         source.waiting[:] = [waiting for waiting in source.waiting if waiting.version != version]
-        for slot in source.slots:
-            if slot.writing == version:  # the client's copy failed
-                slot.writing = None
-                self._grant(effects, member)
         is_lent = version in source.leases
-        held = next((s for s in source.slots if s.version == version), None)
+        held = next((s for s in source.slots if version in (s.version, s.writing)), None)
         if not is_lent and held is None:
             return
-        effects.say(local.Withdraw(member=member.id, version=version))
+        if held is None or held.writing is None or held.written.spans():  # else the coordinator does not know it
+            effects.say(local.Withdraw(member=member.id, version=version))
         self._swaps.stop_reading(effects, member, version, reason)
         if is_lent:
             del source.leases[version]
         elif held is not None:
-            held.version = None
+            held.version = held.writing = None
         self._grant(effects, member)
 
     def withdraw_leases(self, effects: Effects, member: LocalMember) -> None:
-        """Drop the versions in the memory of a client that has left."""
-        for version in list(member.source.leases) if member.source is not None else ():
+        """Drop the versions in the memory of a client that has left, and those that it was writing."""
+        source = member.source
+        writing = [slot.writing for slot in source.slots if slot.writing is not None] if source is not None else []
+        for version in [*source.leases, *writing] if source is not None else ():
             self.withdraw(effects, member, version, "its client is gone")
 
     def release(self, effects: Effects, members: Iterable[LocalMember], swap: str) -> None:
@@ -175,7 +190,7 @@ class Publishing:
             waiting = source.waiting.pop(0)
             source.may_drop, source.lagging = frozenset(), ""  # other ranks may need the remaining versions
             slot = source.slots[index]
-            old, slot.version, slot.writing = slot.version, None, waiting.version
+            old, slot.version, slot.writing, slot.written = slot.version, None, waiting.version, Written()
             if old is not None:
                 effects.say(local.Withdraw(member=member.id, version=old))
             effects.tell(waiting.session, waiting.request, local.SlotGranted(slot=index))
@@ -205,10 +220,11 @@ class Publishing:
         effects.tell(session, request, reply)
 
     def _take_back(self, effects: Effects, member: LocalMember, version: int, before: int) -> None:
-        """Undo the publish of a version that the coordinator refused. No rank has seen it: its number can be reused."""
+        """Undo the publish of a version that the coordinator refused. No rank serves it: its number can be reused."""
         source = _source(member)
         if source.newest == version:
             source.newest = before
+        self._swaps.stop_reading(effects, member, version, "the coordinator refused it")
         source.leases.pop(version, None)
         for slot in source.slots:
             slot.version = None if slot.version == version else slot.version

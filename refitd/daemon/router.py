@@ -351,6 +351,8 @@ def _client_said(
         case local.BeginPublish(member, version, timeout_s):
             deadline = state.now + timeout_s
             state.publishing.begin(effects, state.own(session, member), session.id, request, version, deadline)
+        case local.Wrote(member):
+            state.publishing.wrote(effects, state.own(session, member), message)
         case local.Publish(member, _, None):
             state.publishing.lend(effects, state.own(session, member), session.id, request, message)
         case local.Publish(member):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from refitd.addressing.between_nodes import transfers_of
 from refitd.addressing.copies import CopyList, address, fill_copies, joined, pieces_of
 from refitd.addressing.places import Places
+from refitd.buffers.written import Spans
 from refitd.commit.target_state import StageBegan, StageFinished, step_of
 from refitd.daemon.actions import RestartWorker
 from refitd.daemon.commits import Commits
 from refitd.daemon.comparisons import SeedProofs
 from refitd.daemon.digest_work import DigestQueue
-from refitd.daemon.effects import BaseOf, Effects, Proven, SeedOf, SlotsFreed
+from refitd.daemon.effects import BaseOf, Effects, Proven, SeedOf, SlotsFreed, Unwritten
 from refitd.daemon.jobs import JobTable, LocalEpochs, Run, WorkerArenas, WorkerShare, shares_of
 from refitd.daemon.members import BaseVersion, LocalMember, Offered, SourceSide
 from refitd.daemon.new_members import made_in
@@ -95,7 +97,7 @@ class LocalSwaps:
         for rank in sorted(plan.read_ranks):
             member_id = plan.members.get(rank, "")
             member = self._members.get(member_id)
-            offered = member.offered(version, run) if member is not None else None
+            offered = member.offered(version, run, even_begun=True) if member is not None else None
             if member is None or offered is None:
                 who = member_id if rank in plan.seeds else f"source rank {rank}"
                 self._stage_failed(effects, swap, who, f"version {version} is no longer held on node {self._node}")
@@ -103,11 +105,9 @@ class LocalSwaps:
             read[rank] = member, offered
             places_key.append((member_id, offered.slot))
         for rank in sorted(plan.written_ranks):
-            member = self._members.get(plan.members.get(rank, ""))
-            if member is None:
-                self._stage_failed(
-                    effects, swap, f"target rank {rank}", f"it is no longer registered on node {self._node}"
-                )
+            if plan.members.get(rank, "") not in self._members:
+                gone = f"it is no longer registered on node {self._node}"
+                self._stage_failed(effects, swap, f"target rank {rank}", gone)
                 return
         targets = self._targets(plan)
         try:
@@ -127,6 +127,7 @@ class LocalSwaps:
         self._swaps[swap] = local_swap
         for _, offered in read.values():
             offered.readers.add(swap)
+        unwritten = [Unwritten(o.slot, version, m.id, o.written) for m, o in read.values() if o.written is not None]
 
         def sources() -> dict[int, Places]:
             return {rank: member.source_places(offered) for rank, (member, offered) in read.items()}
@@ -158,30 +159,33 @@ class LocalSwaps:
             ]
 
         effects.log("swap", swap=swap, version=version, phase="stage", plan=plan_id)
-        purpose = _Staging(swap)
+        start = partial(self._jobs.start, effects, purpose=_Staging(swap), verify=verify, timeout_s=message.timeout_s)
+        start = partial(start, unwritten=unwritten)
         try:
             # start copies within the node first: they are fast, and no other node waits for them
             key: tuple[Hashable, ...] = ("stage", plan_id, *places_key)
-            runs = self._jobs.start(effects, key, () if self._jobs.has(key) else inner(), purpose, verify=verify)
+            runs = start(key, () if self._jobs.has(key) else inner())
             if outer is not None:
                 key = ("stage", plan_id, outer.epoch.id, *places_key)
                 sent = (member.source_base(message) for member, _ in read.values())
                 bases = [*(base for base in sent if base is not None), *(base for _, base in based)]
-                shares = () if self._jobs.has(key) else crossing_shares()
-                limit_s = message.timeout_s
-                runs += self._jobs.start(effects, key, shares, purpose, verify=verify, timeout_s=limit_s, bases=bases)
+                runs += start(key, () if self._jobs.has(key) else crossing_shares(), bases=bases)
                 if outer.gpus:  # after the lanes on every node: a worker of both must not wait for itself
                     key = ("stage", plan_id, outer.epoch.gpu_group, *places_key)
-                    shares = () if self._jobs.has(key) else gpu_shares()
-                    runs += self._jobs.start(effects, key, shares, purpose, verify=verify, timeout_s=limit_s)
+                    runs += start(key, () if self._jobs.has(key) else gpu_shares())
         except (KeyError, ValueError) as exc:
-            self._stage_failed(
-                effects, swap, f"node {self._node}", f"the plan does not fit the tensors registered here: {exc}"
-            )
+            reason = f"the plan does not fit the tensors registered here: {exc}"
+            self._stage_failed(effects, swap, f"node {self._node}", reason)
             return
         local_swap.outstanding = {run.number for run in runs}
         if not runs:
             self._go_on(effects, local_swap)
+
+    def wrote(self, effects: Effects, arena: int, spans: Spans) -> None:
+        """Tell the workers that stage a version which of its bytes are written."""
+        reads = {(run.worker, one) for run in self._jobs.runs.values() for one in run.unwritten if one.arena == arena}
+        for worker, one in reads:
+            one.tell(effects, worker, spans)
 
     def _go_on(self, effects: Effects, local_swap: _LocalSwap) -> None:
         """Start the next phase that has work on this node, once the runs of a phase have ended.
@@ -322,9 +326,8 @@ class LocalSwaps:
         """
         readers = member.readers_of(version)
         for swap in sorted(readers or ()):
-            self._stage_failed(
-                effects, swap, member.id, f"version {version} was taken back while it was read: {reason}"
-            )
+            taken = f"version {version} was taken back while it was read: {reason}"
+            self._stage_failed(effects, swap, member.id, taken)
             if swap in self._swaps:
                 self.abort(effects, swap, reason)
         if readers is not None:
@@ -377,8 +380,6 @@ class LocalSwaps:
                 run = self._jobs.runs.get(number)
                 if run is not None:
                     self._check_bases(effects, run)
-            case _:
-                pass
 
     def _progress(self, effects: Effects, run: Run, swap: str, bytes_done: int) -> None:
         local_swap = self._swaps.get(swap)
@@ -440,9 +441,8 @@ class LocalSwaps:
             case sidecar.LoadJob(job):
                 for run in self._jobs.runs_of(job, worker):
                     self._jobs.end(run.number)
-                    self._run_failed(
-                        effects, run, f"it could not be given its part of the copies: {reason}", None, worker
-                    )
+                    failed = f"it could not be given its part of the copies: {reason}"
+                    self._run_failed(effects, run, failed, None, worker)
 
     def _run_failed(self, effects: Effects, run: Run, reason: str, copy: int | None, worker: int) -> None:
         self._jobs.unload(effects, run)

@@ -158,6 +158,19 @@ class BeginPublish(Message, frozen=True):
     is_writing: bool = False
 
 
+class Wrote(Message, frozen=True):
+    """Ranges of bytes of a version's slot are written: (first byte, byte behind the last) of each.
+
+    A client may send this to its daemon during a long publication; the daemon passes it to the workers that read the
+    slot, with its `arena`.
+    """
+
+    member: Name
+    version: Count
+    spans: tuple[tuple[Count, Count], ...]
+    arena: Count = 0
+
+
 class Publish(Message, frozen=True):
     """A version is complete: in `slot`, or in the live tensors, which then stay unchanged until MayDrop.
 
@@ -610,6 +623,7 @@ ClientRequest = (
     | Suspend
     | Deregister
     | BeginPublish
+    | Wrote
     | Publish
     | Withdraw
     | StepReached

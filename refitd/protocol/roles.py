@@ -35,6 +35,7 @@ _NEEDED: dict[type[Message], frozenset[str]] = {
     local.Verify: _SWAPS,  # it reads every byte of every replica
     local.Publish: frozenset({TRAINER}),
     local.BeginPublish: frozenset({TRAINER}),
+    local.Wrote: frozenset({TRAINER}),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from refitd.protocol.base import Count, Label, Message, Name, Seconds, Secret, Small, Text, Value
-from refitd.protocol.local import ArenaDescriptor, CommitDone, CommitFailed, Failure, FreeArena, Goodbye
+from refitd.protocol.local import ArenaDescriptor, CommitDone, CommitFailed, Failure, FreeArena, Goodbye, Wrote
 from refitd.protocol.shards import Shape
 
 # --- daemon to worker -------------------------------------------------------------------------------------
@@ -87,14 +87,26 @@ class HeldBase(Value, frozen=True):
     version: Name
 
 
+class Unwritten(Value, frozen=True):
+    """The client of `member` still writes `version` into this arena; Wrote tells which bytes it has written."""
+
+    arena: Count
+    version: Count
+    member: Name
+
+
 class RunJob(Message, frozen=True):
-    """Run a loaded job once. A job of an epoch must end within `timeout_s`, and may use `bases`."""
+    """Run a loaded job once. A job of an epoch must end within `timeout_s`, and may use `bases`.
+
+    So must a job that reads `unwritten` arenas: it waits for the bytes that it copies.
+    """
 
     job: Count
     run: Count
     verify: bool = True
     timeout_s: Seconds = 0.0
     bases: tuple[HeldBase, ...] = ()
+    unwritten: tuple[Unwritten, ...] = ()
 
 
 class DropBases(Message, frozen=True):
@@ -236,6 +248,7 @@ ToWorker = (
     | LaneValue
     | LeaveEpoch
     | WarmUp
+    | Wrote
 )
 FromWorker = WorkerReady | RunProgress | DropBases | BaseWrong | RunDone | SpansRead | LaneValue | EpochJoined
 DescriptorRequest = FetchArena | GiveArena | Goodbye | CommitDone | CommitFailed  # local.Told, too

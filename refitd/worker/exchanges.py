@@ -7,14 +7,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from refitd.addressing.between_nodes import TransferList
+from refitd.addressing.tiles import extent_of
 from refitd.buffers.arena import MappedArena
-from refitd.copy_services import Epoch, ExchangeService, Mailbox, PreparedJob, Route, RunResult, Transfers
+from refitd.copy_services import Arriving, Epoch, ExchangeService, Mailbox, PreparedJob, Route, RunResult, Transfers
 from refitd.copy_services.registry import Registry
+from refitd.describe.casts import SOURCE_SIZES
 from refitd.errors import ConfigError, DeadlineExceeded, TransportError
 from refitd.protocol import sidecar
 from refitd.worker.devices import Devices, torch_with_one_thread
@@ -150,6 +153,7 @@ class ExchangeJob(PreparedJob):
         self._on_wrong_base: Callable[[], object] | None = None
         self._held_in: dict[int, int] = {}  # arena -> the arena of its base, in the last run
         self._bases: list[Piece | None] = [None] * len(rows)
+        self._awaits: list[int] = []  # rows whose pieces are written during the run
 
     def use(
         self,
@@ -175,6 +179,21 @@ class ExchangeJob(PreparedJob):
             self._bases, self._held_in = self._bases_in(held_in), held_in
         for piece, base, arena in zip(self._pieces, self._bases, self._rows.arena.tolist(), strict=True):
             piece.base = None if base is None else Base(base, of_arena[arena].version)
+
+    def follow(self, arriving: Arriving | None) -> bool:
+        """See PreparedJob.follow."""
+        for row in self._awaits:
+            self._pieces[row].await_written = None
+        self._awaits, arenas = [], self._rows.arena
+        if arriving is None:
+            return True
+        self._awaits = np.flatnonzero(np.isin(arenas, sorted(arriving.arenas))).tolist()
+        for row in self._awaits:
+            held = SOURCE_SIZES[int(self._rows.cast[row])] or int(self._rows.element_size[row])
+            begin = int(self._rows.offset[row])
+            end = begin + extent_of(self._rows.size[row].tolist(), self._rows.stride[row].tolist(), held)
+            self._pieces[row].await_written = partial(arriving.wait, int(arenas[row]), begin, end)
+        return True
 
     def _bases_in(self, held_in: Mapping[int, int]) -> list[Piece | None]:
         from refitd.copy_services.pieces import piece_of

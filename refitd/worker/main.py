@@ -14,7 +14,8 @@ from functools import partial
 from refitd.addressing.copies import ConversionList, CopyList
 from refitd.buffers import handoff
 from refitd.buffers.arena import MappedArena, die_with_parent
-from refitd.copy_services import DigestMismatch, Mailbox, MappedCopyService, PreparedJob
+from refitd.buffers.written import WHOLE, Written
+from refitd.copy_services import Arriving, DigestMismatch, Mailbox, MappedCopyService, PreparedJob
 from refitd.copy_services.registry import Registry, installed
 from refitd.errors import ArenaError, DeadlineExceeded, PeerLost, RefitdError
 from refitd.protocol import local, sidecar
@@ -34,6 +35,7 @@ class DaemonLink:
         self._connection = connection
         self._decoder: Decoder[sidecar.ToWorker] = Decoder(sidecar.ToWorker, handoff.MAX_DATAGRAM)
         self._kept: deque[tuple[sidecar.ToWorker, tuple[int, ...]]] = deque()
+        self._written: dict[int, tuple[int, Written]] = {}  # arena -> version, and its bytes that are written
 
     def next(self) -> tuple[sidecar.ToWorker, tuple[int, ...]]:
         """Return the next message and its descriptors, which the caller closes."""
@@ -92,12 +94,66 @@ class DaemonLink:
             self._connection.settimeout(0.0)
             if isinstance(message, sidecar.LaneValue):
                 values[(message.epoch, message.key)] = message.value
+            elif isinstance(message, local.Wrote):
+                self.wrote(message)
             else:
                 self._kept.append((message, fds))
+
+    def wrote(self, message: local.Wrote) -> None:
+        """Note which bytes of a version are written."""
+        written = self.written(message.arena, message.version)
+        for begin, end in message.spans:
+            written.add(begin, end)
+
+    def written(self, arena: int, version: int) -> Written:
+        """Return which bytes of a version are known to be written in an arena."""
+        known = self._written.get(arena)
+        if known is None or known[0] != version:
+            known = self._written[arena] = version, Written()
+        return known[1]
+
+    def await_message(self, values: dict[tuple[str, str], bytes], timeout: float) -> None:
+        """Return once a message has arrived or `timeout` seconds have passed; keep it for `next`."""
+        try:
+            self._take_in(values, timeout)
+        finally:
+            self._connection.settimeout(None)
 
     def say(self, message: sidecar.FromWorker) -> None:
         """Send a message."""
         handoff.send(self._connection, encode(0, message))
+
+
+class Publications(Arriving):
+    """The versions that clients write while a run copies them, as far as the daemon tells."""
+
+    def __init__(self, run: sidecar.RunJob, daemon: DaemonLink, values: dict[tuple[str, str], bytes]) -> None:
+        self._daemon, self._values, self._timeout_s = daemon, values, run.timeout_s
+        self._until = time.monotonic() + run.timeout_s
+        self._of = {one.arena: one for one in run.unwritten}
+        self.arenas = frozenset(self._of)
+
+    def holds(self, arena: int, begin: int, end: int) -> bool:
+        """See Arriving.holds."""
+        return self._daemon.written(arena, self._of[arena].version).holds(begin, end)
+
+    def wait(self, arena: int, begin: int, end: int) -> None:
+        """See Arriving.wait."""
+        while not self.holds(arena, begin, end):
+            left = self._until - time.monotonic()
+            if left <= 0:
+                one = self._of[arena]
+                raise DeadlineExceeded(
+                    f"source {one.member} has not written bytes {begin} to {end} of version {one.version} after "
+                    f"{self._timeout_s:.1f} s; look at its trainer, raise deadlines.stage_s, or swap once it has "
+                    "published"
+                )
+            self._daemon.await_message(self._values, left)
+
+    def wait_for_all(self) -> None:
+        """Return once the versions are complete."""
+        for arena in sorted(self.arenas):
+            self.wait(arena, 0, WHOLE)
 
 
 class EpochMailbox(Mailbox):
@@ -174,6 +230,8 @@ class Worker:
                 self._jobs.pop(job, None)
             case sidecar.RunJob():
                 self._run(message)
+            case local.Wrote():
+                self._daemon.wrote(message)
             case sidecar.ReadSpans():
                 self._daemon.say(host_jobs.read(message, {**self._arenas, **self._devices.arenas}))
 
@@ -221,6 +279,9 @@ class Worker:
                     ends_comparing=partial(self._ends_comparing, run),
                     on_wrong_base=partial(self._daemon.say, sidecar.BaseWrong(run=run)),
                 )
+            arriving = Publications(message, self._daemon, self._values) if message.unwritten else None
+            if not prepared.follow(arriving) and arriving is not None:
+                arriving.wait_for_all()
             result = prepared.run(verify=message.verify, on_progress=progress, timeout=message.timeout_s or None)
         except DigestMismatch as exc:
             copy = exc.copy if exc.copy >= 0 else None
