@@ -55,12 +55,16 @@ def processes(report: TraceReport) -> list[TracedProcess]:
 def chrome_trace(report: TraceReport) -> dict[str, Any]:
     """Return the trace: one process a node and one for the coordinator, one thread for each process on it.
 
-    Times are microseconds since the swap began. `otherData` has the swap, its wall time and, for each node, by how many
-    seconds its times may be wrong against the coordinator's.
+    Times are microseconds since the first step. `otherData` has the swap, the wall time of that step and, for each
+    node, by how many seconds its times may be wrong against the coordinator's.
     """
     events: list[dict[str, Any]] = []
-    for pid, part in enumerate(processes(report), 1):
-        events += _process(pid, f"{part.name} (host {part.host})", part.spans, part.offset_s - report.began)
+    parts = processes(report)
+    aligned = [part for part in parts if part.error_s is not None]
+    # a version may have been published in part before
+    first = min([report.began, *(span.began + part.offset_s for part in aligned for span in part.spans)])
+    for pid, part in enumerate(parts, 1):
+        events += _process(pid, f"{part.name} (host {part.host})", part.spans, part.offset_s - first)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -71,7 +75,7 @@ def chrome_trace(report: TraceReport) -> dict[str, Any]:
             "kind": report.kind,
             "outcome": report.outcome or "running",
             "reason": report.reason,
-            "began_unix_s": report.at,
+            "began_unix_s": report.at - (report.began - first),
             "clock_error_s": {node.node: node.error_s for node in report.nodes},
             "dropped_spans": {node.node: node.dropped for node in report.nodes if node.dropped},
             "missing": list(report.missing),

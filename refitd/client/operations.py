@@ -19,6 +19,7 @@ from refitd.protocol.reports import (
     ForgetReport,
     GetTrace,
     HistoryReport,
+    ModelStatus,
     ReloadReport,
     StatusReport,
     SwapFailed,
@@ -71,6 +72,7 @@ class Operations:
                 after the decision, the swap continues, and this call raises SwapFailed naming the late members.
             queue: if a swap of the model is running, wait for its end; False: refuse the call.
             wait: seconds to wait for missing source ranks, for the version to be published, and for missing targets.
+                A large version is staged while it is published.
             on_progress: called with each progress message.
 
         Raises:
@@ -124,7 +126,7 @@ class Operations:
         deadline = time.monotonic() + wait
         while time.monotonic() < deadline:
             found = next((m for m in self.status().models if m.model == model), None)
-            if found is not None and found.complete_versions and version in (None, *found.complete_versions):
+            if found is not None and (found.complete_versions if version is None else _can_begin(found, version)):
                 worlds = {target.replica: target.world_size for target in found.targets}
                 there = collections.Counter(target.replica for target in found.targets)
                 if worlds and all(there[replica] == size for replica, size in worlds.items()):
@@ -369,6 +371,11 @@ class Operations:
             CommitError: the journal cannot be written; the node stays drained.
         """
         return self._connection.request(local.DrainNode(node=text("node", node), drained=False), DrainReport, REQUEST_S)
+
+
+def _can_begin(model: ModelStatus, version: int) -> bool:
+    """Return whether a swap of a version can begin: every source rank has published it, or publishes it."""
+    return version in model.complete_versions or version == model.begun
 
 
 def _failed(report: SwapReport, together: tuple[SwapReport, ...] = ()) -> SwapFailed:

@@ -119,6 +119,7 @@ class Running:
     answer_by: float | None = None  # when callers get an interim answer; None: only at the end
     plan: LoadedPlan | None = None
     comparison: RegionComparison | None = None  # of its sources, if needed
+    is_early: bool = False  # it began before its version was published in full
     compared_before: bool = False  # its sources still write it, and were found equal for an earlier version
     held_until: float | None = None  # when unreachable engines have stopped serving; the decision waits until then
     flips_back: bool = False  # it has no plan: targets exchange their arenas

@@ -292,6 +292,7 @@ def _model_status(state: ModelState, fleet: Fleet) -> ModelStatus:
             ControllerStatus(c.added.replica, c.node, c.host, c.added.pid, c.step.value, c.swap)
             for _, c in sorted(membership.controllers.items())
         ),
+        begun=membership.forming(),
     )
 
 

@@ -239,11 +239,12 @@ def gathers_until(due: DueSwap) -> float:
 def left_behind(state: ModelState, running: Running, now: float) -> None:
     """Note which ranks a failed swap left behind, and when to retry them."""
     s = running.swap
-    if s.phase is Phase.ABORTED and (late := running.membership.writing(s.version)):
-        # its sources write on: it is tried again once it is complete, not before
+    sources = [source.source for source in state.membership.sources.values()]
+    if s.phase is Phase.ABORTED and running.is_early and any(s.version not in one.versions for one in sources):
+        # it is tried again once it is complete, not before
         state.tried = s.version - 1, running.run
-        for source in state.membership.sources.values():
-            source.source.begun = None if source.id in late else source.source.begun
+        for one in sources:
+            one.begun = None if one.begun == s.version else one.begun
     present = {member.id: member for member in state.membership.members()}
     for member_id in s.members:
         member = present.get(member_id)

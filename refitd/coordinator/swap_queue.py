@@ -224,6 +224,7 @@ def _begin(turn: Turn, state: ModelState, due: DueSwap, party: Together | None =
         flips_back=due.flips_back,
         together=party,
         is_watched=due.is_watched,
+        is_early=bool(membership.writing(due.version)),
     )
     if due.kind != "catch-up":
         if membership is not state.membership:

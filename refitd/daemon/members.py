@@ -128,6 +128,7 @@ class Slot:
     arena: int
     version: int | None = None
     writing: int | None = None  # the version that the client is copying in
+    since: float = 0.0  # when the client got the slot for it
     written: Written = field(default_factory=Written)  # its bytes, as far as the client tells
     readers: set[str] = field(default_factory=set)  # swaps
     compared: set[str] = field(default_factory=set)  # swaps that compare a newer version with this one

@@ -190,7 +190,8 @@ class Publishing:
             waiting = source.waiting.pop(0)
             source.may_drop, source.lagging = frozenset(), ""  # other ranks may need the remaining versions
             slot = source.slots[index]
-            old, slot.version, slot.writing, slot.written = slot.version, None, waiting.version, Written()
+            old, slot.version, slot.writing = slot.version, None, waiting.version
+            slot.since, slot.written = effects.now, Written()
             if old is not None:
                 effects.say(local.Withdraw(member=member.id, version=old))
             effects.tell(waiting.session, waiting.request, local.SlotGranted(slot=index))

@@ -98,8 +98,9 @@ class Timeline:
             case cluster.DigestRegions(swap=swap):
                 self._begin(swap)
                 self._open(swap, "regions", DAEMON, "compare sources")
-            case cluster.Stage(swap, plan):
+            case cluster.Stage(swap, plan, version):
                 self._begin(swap)
+                self._publishes(swap, version)
                 began, ended = self._plans.pop(plan, (0.0, None))
                 if ended is not None:
                     self._swaps[swap].add(TraceSpan(DAEMON, "load plan", began, ended))
@@ -126,6 +127,10 @@ class Timeline:
                     self._close(swap, "regions")
                 case cluster.StageDone(swap=swap, bytes=nbytes, reason=reason):
                     self._close(swap, "stage", reason, nbytes)
+                case local.Publish(member):
+                    self._published(member)
+                case local.Withdraw(member):
+                    self._published(member, "the version was withdrawn")
                 case local.CommitDone(swap, member, paused_s) if (found := self._swaps.get(swap)) is not None:
                     self._close(swap, ("commit", member))
                     since, who = self._now - paused_s, f"{self._name(member)}: pause"
@@ -175,6 +180,22 @@ class Timeline:
             found.add(TraceSpan(one.who, one.name, one.began, self._now, nbytes, note=note[:200]))
             # the most accurate alignment of the clocks during the swap
             found.alignment = self._clock.alignment or found.alignment
+
+    # --- publications that a swap overlaps ----------------------------------------------------------------
+
+    def _publishes(self, swap: str, version: int) -> None:
+        """Open a span for each source of this node that still writes the version."""
+        for member in self._members.values():
+            for slot in member.source.slots if member.source is not None else ():
+                if slot.writing == version:
+                    opened = _Open(self._name(member.id), "publish", slot.since)
+                    self._swaps[swap].open["publish", member.id] = opened
+
+    def _published(self, member: str, note: str = "") -> None:
+        known = self._members.get(member)
+        for swap, found in self._swaps.items():
+            if ("publish", member) in found.open:
+                self._close(swap, ("publish", member), note, 0 if known is None else known.registration.nbytes)
 
     # --- runs of workers ----------------------------------------------------------------------------------
 

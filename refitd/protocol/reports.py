@@ -362,6 +362,7 @@ class ModelStatus(Value, frozen=True):
     next_version: Count = 1  # the lowest version that a new trainer may publish
     swap_events: Events = ()  # of `swap`, as in SwapReport
     controllers: tuple[ControllerStatus, ...] = ()
+    begun: Count | None = None  # a version that can be swapped while its sources publish it
 
 
 class GpuStatus(Value, frozen=True):

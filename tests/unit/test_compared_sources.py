@@ -87,6 +87,30 @@ def test_what_was_equal_once_is_not_asked_again_until_a_rank_registers_anew() ->
     assert asked(h)["n1"].members == ("src1", "src2b")
 
 
+@pytest.mark.parametrize("is_anew", [False, True])
+def test_a_version_that_is_being_published_is_compared_once_it_is_complete(is_anew: bool) -> None:
+    h = fleet()
+    done = local.Publish(member="src2", version=2, is_anew=is_anew)
+    for rank, node in ((0, "n0"), (1, "n1")):
+        h.say(node, local.Publish(member=f"src{rank}", version=2))
+    h.say("n1", local.BeginPublish("src2", 2, is_writing=True))
+    assert kinds(h.say("n0", local.StartSwap("m", 2), request=9)) == []
+    requests = {node: m for node, _, m in (h.say("n1", done), h.sent)[1] if isinstance(m, cluster.DigestRegions)}
+    assert set(requests) == {"n0", "n1"}
+    for node, request in requests.items():
+        said = h.say(node, digests(request))
+    assert set(kinds(said)) == {"LoadPlan"}
+    # its ranks were equal: the next one is not compared, unless a rank publishes other tensors
+    h.say("n0", local.AbortSwap(model="m", reason="x"), request=2)
+    for rank, node in ((0, "n0"), (1, "n1")):
+        h.say(node, local.Publish(member=f"src{rank}", version=3))
+    h.say("n1", local.BeginPublish("src2", 3, is_writing=True))
+    assert set(kinds(h.say("n0", local.StartSwap("m", 3), request=9))) == {"LoadPlan"}
+    sent = h.say("n1", local.Publish(member="src2", version=3, is_anew=is_anew))
+    assert bool(reports(sent)) is is_anew
+    assert not is_anew or "which must be compared first" in reports(sent)[0].reason
+
+
 def test_ranks_that_differ_end_the_swap_by_name_and_it_is_compared_again_next_time() -> None:
     for _ in range(2):
         h = fleet()
