@@ -24,6 +24,7 @@ BENCHMARKS = {
     "simulate": "benchmarks.simulate",
     "delta": "benchmarks.delta",
     "fanout": "benchmarks.fanout",
+    "overlap": "benchmarks.overlap",
     "cables": "benchmarks.cables",
     "coordinator": "benchmarks.coordinator",
     "observing": "benchmarks.observing",
