@@ -89,9 +89,9 @@ def markdown(results: dict[str, Any]) -> str:
     lines = [
         f"# A version staged while it is published: {case['bytes'] / 1e9:.1f} GB of bfloat16",
         "",
-        f"{about['cpu']}, {about['cores']} cores, Linux {about['kernel']}, Python {about['python']}. Seconds from the begin of `publish_from` to",
-        f"the committed swap (`auto_swap`): medians of {case['rounds']} rounds, and the range. Ways take turns; ratios are taken within a round.",
-        f"`scripts/bench overlap`. {results['load']}",
+        f"{about['cpu']}, {about['cores']} cores, Linux {about['kernel']}, Python {about['python']}. Seconds from the",
+        "begin of `publish_from` to the committed swap (`auto_swap`), and the range. Ratios are taken within a round.",
+        f"Medians of {case['rounds']} rounds, `scripts/bench overlap`. {results['load']}",
         "",
         "| nodes | tensors come | in turn | overlapped | times as fast |",
         "| --- | --- | --- | --- | --- |",
@@ -106,6 +106,6 @@ def markdown(results: dict[str, Any]) -> str:
         lines.append(f"| {case['nodes']} | {come} | {' | '.join(cells)} | {fast} |")
     lines += [
         "",
-        "From memory, publishing and staging need the same processors and memory. A gather leaves them free, so staging hides in it.",
+        "From memory, publishing and staging share processors and memory. A gather leaves both free for staging.",
     ]
     return "\n".join(lines) + "\n"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from refitd.addressing.between_nodes import TransferList
-from refitd.addressing.tiles import extent_of
+from refitd.addressing.places import extent_of
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services import Arriving, Epoch, ExchangeService, Mailbox, PreparedJob, Route, RunResult, Transfers
 from refitd.copy_services.registry import Registry

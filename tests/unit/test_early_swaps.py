@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from msgspec.structs import replace
 
 from refitd.buffers.written import WHOLE, Written
 from refitd.config import Config, ModelConfig
 from refitd.daemon import actions as act
 from refitd.protocol import cluster, local, sidecar
 from tests.support.coordinator_harness import Harness as Fleet
-from tests.support.coordinator_harness import commit, kinds, reports, stages
+from tests.support.coordinator_harness import commit, kinds, stages
 from tests.support.daemon_harness import Harness
 
 AUTO = Config(models={"m": ModelConfig(auto_swap=True)})
