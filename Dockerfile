@@ -7,6 +7,8 @@ WORKDIR /src/refitd
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY refitd refitd
 COPY cli cli
+COPY docs docs
+COPY configs configs
 RUN pip install --no-cache-dir -c constraints.txt .
 
 COPY configs/node.toml configs/coordinator.toml /etc/refitd/

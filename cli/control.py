@@ -33,6 +33,7 @@ COMMANDS = {
     "reload": "refitd_cli.commands.keys:reload",
     "config": "refitd_cli.commands.config:config",
     "doctor": "refitd_cli.commands.doctor:doctor",
+    "docs": "refitd_cli.commands.docs:docs",
     "support-bundle": "refitd_cli.commands.support_bundle:support_bundle",
     "demo": "refitd_cli.commands.demo:demo",
 }

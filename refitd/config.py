@@ -323,7 +323,7 @@ def _explained(problem: str, origins: Mapping[str, str], where: str) -> str:
     place, sentence = mismatch(problem)
     return (
         f"{', '.join(dict.fromkeys(found)) or where}: {place or 'the file'}: {sentence}{hint}; "
-        "configs/ has commented examples with every key"
+        "`refitctl docs configs/laptop.toml` prints every key with comments"
     )
 
 

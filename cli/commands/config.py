@@ -176,7 +176,7 @@ def _endpoint(found: Config) -> str:
     if not found.security.server_key and not found.security.allowed:
         raise ConfigError(
             f"coordinator.endpoint {found.coordinator_endpoint} needs security.server_key on a daemon, and "
-            "security.allowed on the coordinator; neither is set (see configs/cluster)"
+            "security.allowed on the coordinator; neither is set (`refitctl docs configs/cluster/node-a.toml`)"
         )
     return f"{found.coordinator_endpoint}, with keys"
 

@@ -83,7 +83,7 @@ def check_version(theirs: int, peer: str, me: str) -> None:
     if theirs // _MINORS != PROTOCOL_VERSION // _MINORS:
         raise ProtocolError(
             f"{peer} speaks protocol {shown(theirs)}, {me} {shown(PROTOCOL_VERSION)}: the numbers before the point "
-            "must be the same; install a refitd with the same one at both ends (docs/operate.md)"
+            "must be the same; install a refitd with the same one at both ends (`refitctl docs operate`)"
         )
 
 
@@ -289,7 +289,7 @@ class UnknownKind(BadMessage):
     def __init__(self, kind: str, request_id: int) -> None:
         super().__init__(
             f"message {kind[:512]!r} refused: it is not one that protocol {shown(PROTOCOL_VERSION)} has here; if its "
-            "sender is newer, upgrade this process (docs/operate.md)",
+            "sender is newer, upgrade this process (`refitctl docs operate`)",
             request_id,
         )
 

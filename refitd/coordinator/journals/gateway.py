@@ -164,7 +164,7 @@ class Gateway:
         if "database space exceeded" in text:
             advice = (
                 "etcd is full: compact and defragment it, then `etcdctl alarm disarm`, or raise --quota-backend-bytes; "
-                "see docs/runbook.md"
+                "see `refitctl docs runbook`"
             )
         elif "too large" in text or "too many operations" in text:
             advice = "raise --max-request-bytes and --max-txn-ops of etcd, or swap fewer models together"
