@@ -228,7 +228,17 @@ def _first_sentence(report: type) -> str:
     return (report.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
 
 
+def runbook() -> str:
+    """Return the runbook with the table of alerts, from the rules of Prometheus."""
+    rules = (ROOT / "configs/prometheus/refitd.rules.yml").read_text()
+    rows = re.findall(r'- alert: (\w+)\n.*?\n +action: "(.*?)"\n', rules + "\n", re.DOTALL)
+    table = "| alert | what to do |\n| --- | --- |\n" + "".join(f"| `{name}` | {action} |\n" for name, action in rows)
+    page = (ROOT / "docs/runbook.md").read_text()
+    return re.sub(r"(?<=<!-- alerts -->\n).*?(?=<!-- end -->)", lambda _: table, page, count=1, flags=re.DOTALL)
+
+
 PAGES = {
+    ROOT / "docs/runbook.md": runbook,
     ROOT / "docs/cli.md": cli,
     ROOT / "docs/configuration.md": configuration,
     ROOT / "docs/api.md": lambda: api(MADE),
