@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import zlib
-from typing import get_args
 
 import msgpack
 import msgspec
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from refitd import ParameterMetadata
 from refitd.describe.metadata import Repeat, Tile
 from refitd.errors import ProtocolError
-from refitd.protocol import base, cluster, local, shards, sidecar
+from refitd.protocol import base, local, shards
 from refitd.protocol.base import (
     PROTOCOL_VERSION,
     Decoder,
@@ -33,6 +32,7 @@ from refitd.protocol.base import (
     unpack,
 )
 from tests.fuzz.values import value_of
+from tests.recorded import kinds
 from tests.support.other_minor.minors import newer, older
 
 DECODER: Decoder[local.ClientRequest] = Decoder(local.ClientRequest)
@@ -269,22 +269,7 @@ def test_a_registration_of_a_hundred_thousand_tensors_is_not_too_much() -> None:
 # --- other minor versions ---------------------------------------------------------------------------------
 
 
-def _kinds() -> list[type[msgspec.Struct]]:
-    unions = (
-        cluster.NodeMessage,
-        cluster.CoordinatorMessage,
-        local.ClientRequest,
-        local.ClientReply,
-        sidecar.ToWorker,
-        sidecar.FromWorker,
-        sidecar.DescriptorReply,
-        local.Hello,
-    )
-    found = {kind for union in unions for kind in get_args(union) or (union,)}
-    return sorted(found, key=lambda kind: kind.__name__)
-
-
-@pytest.mark.parametrize("kind", _kinds(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.__name__)
 def test_every_message_of_another_minor_version_is_understood(kind: type[msgspec.Struct]) -> None:
     """A newer message has unknown fields; an older one lacks fields that have defaults."""
     decoder: Decoder[Message] = Decoder(kind)
