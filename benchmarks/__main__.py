@@ -1,4 +1,4 @@
-"""python -m benchmarks [NAME] [--json] [--quick]: run a benchmark, or all; --json prints one JSON object last."""
+"""python -m benchmarks [NAME] [--json] [--quick | --record]: run a benchmark, or all of them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import argparse
 import importlib
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from benchmarks import machine
 from benchmarks.machine import NotComparable
 
 # name -> module, which is imported when it runs: some need torch, a GPU, or packages of an extra
@@ -41,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", nargs="?", choices=sorted(BENCHMARKS | LONG), help="by default all but soak")
     parser.add_argument("--json", action="store_true", help="print one JSON object last; progress goes to stderr")
     parser.add_argument("--quick", action="store_true", help="small and soon over, where a benchmark has such a form")
-    parser.add_argument("--only", help="the cases of swap whose names match this pattern; others keep their figures")
+    parser.add_argument("--record", action="store_true", help="store the figures in benchmarks/results")
+    parser.add_argument("--only", help="the cases of swap whose names match this pattern")
     parser.add_argument("--gib", type=int, nargs="+", help="models of flip of these sizes only; prints what they need")
     parser.add_argument("--minutes", type=float, help="how long the soak takes")
     parser.add_argument("--seed", type=int, help="of the soak's faults")
@@ -57,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         extra["gib"] = options.gib
         if options.name != "flip":
             parser.error("--gib is for flip")
+    if options.record and (options.quick or options.gib):
+        parser.error("--record is for complete figures: without --quick and --gib")
+    if options.record:
+        os.environ[machine.RECORD] = "1"
     names = [options.name] if options.name else list(BENCHMARKS)
     results: dict[str, Any] = {}
     failed = False

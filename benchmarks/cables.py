@@ -32,13 +32,14 @@ CASES: dict[str, tuple[int, int, dict[str, int]]] = {
 
 
 def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
-    """Run all cases and return the figures; store them in benchmarks/results/fanout.* unless `quick`."""
+    """Run all cases and return the figures."""
     if reason := why_not():
         print(f"left out: {reason}", file=sys.stderr)
         return {"left_out": reason}
-    file = fanout.RESULTS / "fanout.json"
-    kept = json.loads(file.read_text())
-    if not quick:
+    kept = {}
+    if machine.is_recording():
+        file = machine.RESULTS / "fanout.json"
+        kept = json.loads(file.read_text())
         machine.check_same(kept["machine"], file.name)
     chosen = dict(list(CASES.items())[:1] if quick else CASES.items())
     results: dict[str, Any] = {"mbit": MBIT, "slow": SLOW, "cases": []}
@@ -46,10 +47,9 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
         print(f"  {name}", file=sys.stderr, flush=True)
         results["cases"].append(_measured(name, trainers, slow, ways, 1 if quick else ROUNDS))
         results["bytes"] = results["cases"][0]["bytes"]
-        if not quick:  # after each case: together they take minutes
+        if kept:  # after each case: together they take minutes
             kept["uneven"] = results
-            file.write_text(json.dumps(kept, indent=1) + "\n")
-            file.with_suffix(".md").write_text(fanout.markdown(kept))
+            machine.record("fanout", kept, fanout.markdown(kept))
     if not json_output:
         print("\n".join(fanout.uneven_lines(results)))
     return results

@@ -5,7 +5,6 @@ Ways take turns within each round; ratios are computed per round. Files are in t
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
@@ -16,17 +15,14 @@ from typing import Any
 
 from benchmarks import machine
 
-RESULTS = Path(__file__).parent / "results"
 LAYER = {"attention.qkv": (3072, 2048), "attention.out": (2048, 2048), "mlp.up": (8192, 2048), "mlp.down": (2048, 8192)}
 
 
 def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
-    """Measure and return the figures; store them in benchmarks/results unless `quick`."""
+    """Measure and return the figures."""
     layers, rounds = (2, 2) if quick else (11, 7)
     results = {"benchmark": "checkpoint", "machine": machine.describe(), **_measure(layers, rounds)}
-    if not quick:
-        (RESULTS / "checkpoint.json").write_text(json.dumps(results, indent=1) + "\n")
-        (RESULTS / "checkpoint.md").write_text(markdown(results))
+    machine.record("checkpoint", results, markdown(results))
     if not json_output:
         print(markdown(results))
     return results

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -244,6 +243,5 @@ def run(json_output: bool, *, quick: bool = False) -> dict[str, Any]:
     result = {"calibration_s": machine.calibrate(), "fleets": found}
     if not json_output:
         print(table(found))
-    if not quick:
-        RESULTS.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    machine.record("coordinator", result, "")
     return result

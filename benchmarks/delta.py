@@ -8,7 +8,6 @@ bfloat16, and a trainer publishes before each swap.
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import sys
 import tempfile
@@ -26,7 +25,6 @@ from benchmarks.swap_processes import ANSWER_S, daemon
 from refitd.testing import Daemon, Engine, eventually
 from tests.support.network import TwoHosts, start_daemons, why_not
 
-RESULTS = Path(__file__).parent / "results"
 PORT, MBIT = 7436, 400
 SHARES = (0.0, 0.001, 0.01, 0.05, 0.1, 1.0)
 WAYS = {"deltas": "[transport]\ndeltas = true\n", "whole": "[transport]\ndeltas = false\n"}
@@ -70,7 +68,7 @@ class Cluster:
 
 
 def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
-    """Run both cases and return the figures; store them in benchmarks/results unless `quick`."""
+    """Run both cases and return the figures."""
     shapes = {f"layers.{i}.weight": (4096, 4096) for i in range(2 if quick else 6)}  # 32 MiB each
     results: dict[str, Any] = {"machine": machine.describe(), "cases": []}
     with _on_loopback(shapes) as clusters:
@@ -83,10 +81,7 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
             shares = (0.01, 0.1, 1.0)
             results["cases"].append(_measure(f"a cable of {MBIT} Mbit/s", clusters, shares, 2 if quick else 3))
     results["load"] = machine.load()
-    if not quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "delta.json").write_text(json.dumps(results, indent=1) + "\n")
-        (RESULTS / "delta.md").write_text(markdown(results))
+    machine.record("delta", results, markdown(results))
     if not json_output:
         print(markdown(results))
     return results

@@ -26,7 +26,6 @@ from benchmarks.swap_processes import daemon
 from refitd.testing import Daemon, Engine, eventually
 from tests.support.network import SwitchedHosts, start_daemons, why_not
 
-RESULTS = Path(__file__).parent / "results"
 PORT, MBIT = 7437, 400
 SLOW_MBIT = 100  # as fast as two cores can carry all cables together
 NODES = (1, 2, 4, 7)  # with a replica each
@@ -94,9 +93,10 @@ class Cluster:
 
 
 def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
-    """Run all cases and return the figures; store them in benchmarks/results unless `quick`."""
+    """Run all cases and return the figures."""
     results: dict[str, Any] = {"machine": machine.describe(), "mbit": MBIT, "cases": [], "slow": [], "joins": []}
-    kept = json.loads((RESULTS / "fanout.json").read_text())
+    path = machine.RESULTS / "fanout.json"
+    kept = json.loads(path.read_text()) if path.exists() else {"machine": None}
     if kept["machine"] == results["machine"]:
         results["uneven"] = kept.get("uneven", {})
     if reason := why_not():
@@ -112,10 +112,7 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
     for joining in JOINING[:1] if quick else JOINING:
         results["joins"] += _joined(joining, shapes)
     results["load"] = machine.load()
-    if not quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "fanout.json").write_text(json.dumps(results, indent=1) + "\n")
-        (RESULTS / "fanout.md").write_text(markdown(results))
+    machine.record("fanout", results, markdown(results))
     if not json_output:
         print(markdown(results))
     return results

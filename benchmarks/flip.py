@@ -7,7 +7,6 @@ rollback begins once the daemon has compared the other arena with its digests, a
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import statistics
 import time
@@ -15,7 +14,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.synchronize import Event
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,6 @@ from benchmarks import machine
 from benchmarks.swap_processes import Memcpy, available_bytes
 from refitd.testing import Daemon, eventually
 
-RESULTS = Path(__file__).parent / "results"
 TENSORS = 64
 MIB = 1 << 20
 UNIT = 256 * MIB  # bytes that the unit copies in one step
@@ -39,7 +36,7 @@ LARGE = ((4 << 30, ("flip",), 9), (6 << 30, ("flip",), 7), (8 << 30, ("flip-cast
 
 
 def run(json_output: bool, quick: bool = False, gib: Sequence[int] = ()) -> dict[str, Any]:
-    """Measure every case and return the figures; store them in benchmarks/results unless `quick`.
+    """Measure every case and return the figures.
 
     With `gib`, measure only models of these sizes, and do not store figures. If memory for a full trainer is
     lacking, the trainer holds bfloat16 and the engine gets float32.
@@ -56,10 +53,7 @@ def run(json_output: bool, quick: bool = False, gib: Sequence[int] = ()) -> dict
             results["cases"].append(_measure(nbytes, way, rounds))
             if not json_output:
                 print(_row(results["cases"][-1]), flush=True)
-    if not (quick or gib):
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "flip.json").write_text(json.dumps(results, indent=1) + "\n")
-        (RESULTS / "flip.md").write_text(_markdown(results))
+    machine.record("flip", results, _markdown(results))
     return results
 
 

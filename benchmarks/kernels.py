@@ -5,7 +5,6 @@ A variant's registers, spills and local memory come from `ptxas -v`, and its wid
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from typing import Any
 
 from benchmarks import machine
 
-RESULTS = Path(__file__).parent / "results"
 CAPABILITIES = (80, 90, 100, 120)
 _ACCESS = re.compile(r"^\s*(@!?%?\w+\s+)?(ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.[bsuf](\d+)\s", re.MULTILINE)
 _DIVISION = re.compile(r"\b(?:div|rem)\.[su]64\b")
@@ -60,7 +58,7 @@ class Compiled:
 
 
 def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
-    """Compile all variants and return their resources; store them in benchmarks/results unless `quick`."""
+    """Compile all variants and return their resources."""
     import triton
 
     found = []
@@ -69,9 +67,7 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
             print(f"  {case.kernel}, {case.variant}, sm_{capability}", file=sys.stderr, flush=True)
             found.append(asdict(compiled(case, capability)))
     results = {"machine": machine.describe(), "triton": triton.__version__, "variants": found}
-    if not quick:
-        (RESULTS / "kernels.json").write_text(json.dumps(results, indent=1) + "\n")
-        (RESULTS / "kernels.md").write_text(markdown(results))
+    machine.record("kernels", results, markdown(results))
     if not json_output:
         print(markdown(results))
     return results

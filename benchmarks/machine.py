@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+RECORD = "REFITD_BENCH_RECORD"  # set by --record, for this process and its children
 
 PACKAGES = ("numpy", "msgspec", "msgpack", "torch", "pyzmq", "xxhash")
 
@@ -23,6 +27,20 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
     }
+
+
+def is_recording() -> bool:
+    """Return whether figures go to RESULTS."""
+    return RECORD in os.environ
+
+
+def record(name: str, figures: Mapping[str, Any], page: str) -> None:
+    """Store figures in NAME.json and their page in NAME.md, if --record was given; an empty page is not stored."""
+    if not is_recording():
+        return
+    (RESULTS / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+    if page:
+        (RESULTS / f"{name}.md").write_text(page)
 
 
 class NotComparable(ValueError):
@@ -43,7 +61,7 @@ def check_same(kept: Mapping[str, Any], name: str) -> None:
     if differences := [f"{key}: {kept.get(key)} there, {here[key]} here" for key in here if kept.get(key) != here[key]]:
         raise NotComparable(
             f"{name} holds figures of another machine ({'; '.join(differences)}); "
-            "run without --only to replace them all"
+            "run without --only to replace them all, or without --record to see figures of this one"
         )
 
 

@@ -6,7 +6,6 @@ To add a section, add an entry to SECTIONS: a function of `quick` that returns r
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import queue
 import statistics
@@ -15,19 +14,17 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
 
-RESULTS = Path(__file__).parent / "results"
 AIM_GB_PER_S, AIM_TORCHAO = 1.5, 5.0
 LIMIT_S = 300.0
 Rounds = list[dict[str, float]]
 
 
 def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
-    """Run every section and return the figures; store them in benchmarks/results unless `quick`."""
+    """Run every section and return the figures."""
     started = time.perf_counter()
     results: dict[str, Any] = {"benchmark": "mxfp8", "machine": machine.describe(), "sections": []}
     for section in SECTIONS:
@@ -35,10 +32,7 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
         _say(f"  {found['name']}")
         results["sections"].append(found)
     results["seconds"] = time.perf_counter() - started
-    if not quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "mxfp8.json").write_text(json.dumps(results, indent=1) + "\n")
-        (RESULTS / "mxfp8.md").write_text(markdown(results))
+    machine.record("mxfp8", results, markdown(results))
     if not json_output:
         print(markdown(results))
     return results

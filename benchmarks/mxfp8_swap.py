@@ -7,7 +7,6 @@ half as many bytes. Ways take turns within each round.
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import sys
 import tempfile
@@ -25,7 +24,6 @@ from refitd import MXFP8Buffer, MXFP8Offer
 from refitd.testing import Daemon, Engine
 from tests.support.network import TwoHosts, start_daemons, why_not
 
-RESULTS = Path(__file__).parent / "results"
 BFLOAT16, RECEIVER, SWIZZLED, SENDER = "bfloat16", "receivers convert", "the same, swizzled", "senders convert"
 WAYS = (BFLOAT16, RECEIVER, SWIZZLED, SENDER)
 PORT, MBIT = 7434, 1000
@@ -78,7 +76,7 @@ class Pair:
 
 
 def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
-    """Run both cases and return the figures; store them in benchmarks/results unless `quick`."""
+    """Run both cases and return the figures."""
     results: dict[str, Any] = {"unit": "one memcpy of the bfloat16 bytes, one thread, same round", "cases": []}
     shapes = _model(4 if quick else 8)
     with _one_node() as (trainer, engine):
@@ -91,10 +89,7 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
             ways = (BFLOAT16, RECEIVER, SENDER)
             results["cases"].append(_measure(name, trainer, engine, shapes, 2 if quick else 5, ways))
     results["machine"] = machine.describe()
-    if not quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "mxfp8_swap.json").write_text(json.dumps(results, indent=1) + "\n")
-        (RESULTS / "mxfp8_swap.md").write_text(markdown(results))
+    machine.record("mxfp8_swap", results, markdown(results))
     if not json_output:
         print(markdown(results))
     return results

@@ -7,7 +7,6 @@ Metrics are scraped once a second, far more often than Prometheus does by defaul
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
 import sys
@@ -26,7 +25,6 @@ from benchmarks.swap_processes import daemon
 from refitd.testing import Daemon
 from refitd.testing.daemon import free_port
 
-RESULTS = Path(__file__).parent / "results"
 NOTHING, TRACES, ALL = "neither", "traces, the default", "traces and metrics"
 WARM_UP = 10
 SCRAPE_S = 1.0
@@ -52,9 +50,7 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
     for case, ways in zip(cases, ((NOTHING, TRACES, ALL), (NOTHING, ALL)), strict=True):
         results["cases"].append(_measured(case, ways))
     results["load"] = os.getloadavg()[1]
-    if not quick:
-        (RESULTS / "observing.json").write_text(json.dumps(results, indent=1) + "\n")
-        (RESULTS / "observing.md").write_text(markdown(results))
+    machine.record("observing", results, markdown(results))
     if not json_output:
         print(markdown(results))
     return results

@@ -25,7 +25,6 @@ from refitd.protocol.cluster import AddShard, DescribeShard
 from refitd.protocol.local import RegisterSource
 from refitd.protocol.shards import Shard, shard_of
 
-RESULTS = Path(__file__).parent / "results"
 CASE_LIMIT_S = 40.0
 BUDGET_S = 600.0  # of all cases together; a case that would not fit is skipped and reported
 RANKS_PER_NODE = 8
@@ -192,9 +191,7 @@ def run(json_output: bool) -> dict[str, Any]:
         "reference_cpu_s": {model: {str(n): s for n, s in row.items()} for model, row in REFERENCE_S.items()},
         "total_s": time.perf_counter() - started,
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "plan.json").write_text(json.dumps(report, indent=1) + "\n")
-    (RESULTS / "plan.md").write_text(_markdown(report))
+    machine.record("plan", report, _markdown(report))
     if not json_output:
         _show(report)
     return report
@@ -289,7 +286,6 @@ def _show(report: dict[str, Any]) -> None:
     console.print(table)
     for case in report["left_out"]:
         console.print(f"left out: {case['model']}, {case['ranks']} ranks: {case['reason']}")
-    console.print(f"written to {RESULTS / 'plan.json'}")
 
 
 def _markdown(report: dict[str, Any]) -> str:

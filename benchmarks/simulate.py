@@ -6,7 +6,6 @@ are measured over the cable before its rate is limited. Published results are pr
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ from refitd.plan.build import plan_copies
 from refitd.protocol.reports import SwapReport
 from refitd.simulate import FanOut, Simulation
 
-RESULTS = Path(__file__).parent / "results"
 CONFIGS = Path(__file__).parent.parent / "configs"
 PORT = 7441
 
@@ -144,10 +142,7 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
         if not json_output:
             print(_measured_row(results["measured"][-1]), flush=True)
     results["load"] = machine.load()
-    if not quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "simulate.json").write_text(json.dumps(results, indent=1) + "\n")
-        (RESULTS / "simulate.md").write_text(_markdown(results))
+    machine.record("simulate", results, _markdown(results))
     return results
 
 

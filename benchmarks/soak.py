@@ -6,13 +6,11 @@ nor fail, clusters that do not recover, and state that is left at the end.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import statistics
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import refitd
@@ -23,7 +21,6 @@ from refitd.testing import processes
 from tests.support.breakable import BreakableCluster
 from tests.support.breakable_member import MODEL
 
-RESULTS = Path(__file__).parent / "results"
 NODES = ("n0", "n1", "n2")
 REPLICAS = {
     "a": ("n0", "polls"),
@@ -241,10 +238,7 @@ def run(
         "leaks": left,
         "machine": machine.describe(),
     }
-    if not quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "soak.json").write_text(json.dumps(found, indent=1) + "\n")
-        (RESULTS / "soak.md").write_text(_markdown(found))
+    machine.record("soak", found, _markdown(found))
     if not json_output:
         print(_markdown(found))
     if soak.problems or left:

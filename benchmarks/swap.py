@@ -13,7 +13,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, swap_report, swap_small
@@ -23,7 +22,6 @@ from benchmarks.swap_processes import BLOCK_BYTES, Memcpy, available_bytes, daem
 from refitd.copy_services.registry import installed
 from refitd.errors import ConfigError
 
-RESULTS = Path(__file__).parent / "results"
 SMALL, SMALL_SWAPS = "1 MB model", 500
 BETWEEN_NODES = "TP2 -> TP2, between two daemons, "  # and the service
 TP2, TP4 = Layout("tp", 2), Layout("tp", 4)
@@ -65,7 +63,7 @@ def cases(quick: bool = False) -> list[list[Case]]:
 def run(json_output: bool, quick: bool = False, only: str = "*") -> dict[str, Any]:
     """Measure the cases that `only` matches and return the figures.
 
-    Unless `quick`, the figures are stored in benchmarks/results, where figures of skipped cases stay unchanged.
+    With --record the figures are stored in benchmarks/results, where figures of skipped cases stay unchanged.
 
     Raises:
         NotComparable: no case matches `only`, or the stored figures are from another machine.
@@ -74,7 +72,7 @@ def run(json_output: bool, quick: bool = False, only: str = "*") -> dict[str, An
     names = [*(case.name for group in groups for case in group), SMALL]
     if not fnmatch.filter(names, only):
         raise machine.NotComparable(f"no case matches {only!r}; there are: {'; '.join(names)}")
-    kept = {} if quick or only == "*" else _kept()
+    kept = _kept() if machine.is_recording() and only != "*" else {}
     cases_kept = {case["name"]: case for case in kept.get("cases", [])}
     ratios_kept = {ratio["name"]: ratio for ratio in kept.get("ratios", [])}
     results: dict[str, Any] = {"unit": "one memcpy of the same bytes, one thread, same round", "cases": []}
@@ -99,10 +97,7 @@ def run(json_output: bool, quick: bool = False, only: str = "*") -> dict[str, An
     elif "small" in kept:
         results["small"] = kept["small"]
     results["machine"] = machine.describe()
-    if not quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "swap.json").write_text(json.dumps(results, indent=1) + "\n")
-        (RESULTS / "swap.md").write_text(swap_report.markdown(results))
+    machine.record("swap", results, swap_report.markdown(results))
     if not json_output:
         swap_report.show(results)
     return results
@@ -110,7 +105,7 @@ def run(json_output: bool, quick: bool = False, only: str = "*") -> dict[str, An
 
 def _kept() -> dict[str, Any]:
     """Return the figures of earlier runs on this machine."""
-    path = RESULTS / "swap.json"
+    path = machine.RESULTS / "swap.json"
     if not path.exists():
         return {}
     kept: dict[str, Any] = json.loads(path.read_text())

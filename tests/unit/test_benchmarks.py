@@ -77,7 +77,8 @@ def test_quick_goes_to_benchmarks_that_have_such_a_form_only(monkeypatch, capsys
 @pytest.fixture
 def kept_figures(monkeypatch, tmp_path):
     """A results folder whose swap.json was written here; no case is measured."""
-    monkeypatch.setattr(swap_benchmark, "RESULTS", tmp_path)
+    monkeypatch.setattr(machine, "RESULTS", tmp_path)
+    monkeypatch.setenv(machine.RECORD, "1")
     monkeypatch.setattr(swap_benchmark, "_measure", lambda group: [{"name": case.name, "new": True} for case in group])
     monkeypatch.setattr(swap_benchmark.swap_report, "markdown", lambda results: "")
     cases = [{"name": case.name, "new": False} for group in swap_benchmark.cases() for case in group]
@@ -95,6 +96,15 @@ def test_only_with_a_pattern_that_matches_no_case_is_an_error_and_writes_nothing
     assert "no case matches 'TP3*'" in said
     assert "TP2 -> PP2" in said
     assert kept_figures.read_text() == before
+
+
+def test_without_record_figures_of_any_machine_are_printed_and_none_is_stored(kept_figures, monkeypatch, capsys):
+    kept_figures.write_text('{"machine": {"cpu": "another"}}')
+    monkeypatch.delenv(machine.RECORD)
+    monkeypatch.setattr(swap_benchmark.swap_report, "show", lambda results: None)
+    assert bench.main(["swap", "--only", "*, not verified", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["cases"]) == 2
+    assert kept_figures.read_text() == '{"machine": {"cpu": "another"}}'
 
 
 def test_only_replaces_the_cases_it_names_and_those_measured_with_them(kept_figures):
