@@ -12,18 +12,18 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, models
-from refitd.coordinator.descriptions import Registered, ShardReader
+from refitd.coordinator.descriptions import Lists, Registered, ShardReader, unpack_shard
 from refitd.describe.metadata import Roster
 from refitd.offline.layouts import position, world_size
-from refitd.protocol.base import digest_of, encode, pack, unpack
+from refitd.protocol.base import digest_of, encode, pack
 from refitd.protocol.cluster import AddShard, DescribeShard
 from refitd.protocol.local import RegisterSource
-from refitd.protocol.shards import Shard, shard_of
+from refitd.protocol.shards import shard_of
 
 CASE_LIMIT_S = 40.0
 BUDGET_S = 600.0  # of all cases together; a case that would not fit is skipped and reported
@@ -95,16 +95,20 @@ def _add_shard(pool: str, index: int, world: int, digest: str) -> AddShard:
 
 def rosters_from(received: Received) -> list[Roster]:
     """Unpack, check and read registrations as the coordinator does."""
-    return ShardReader().rosters(pools_of(received))
+    reader = ShardReader()
+    return reader.rosters(pools_of(received, reader))
 
 
-def pools_of(received: Received) -> list[list[Registered]]:
+def pools_of(received: Received, reader: ShardReader) -> list[list[Registered]]:
     """Unpack and check registrations as the coordinator does."""
-    shards = {digest: unpack(data, Shard, digest) for digest, data in received.described.items()}
+    lists = Lists()
+    reads = {digest: unpack_shard(data, digest, lists) for digest, data in received.described.items()}
+    for digest, read in reads.items():
+        reader.learn(digest, read)
     pools: dict[str, list[Registered]] = {}
     for rank, pool, is_source, digest in received.ranks:
         node = f"node{rank // RANKS_PER_NODE}"
-        registered = Registered(rank, f"{pool} rank {rank}", node, is_source, digest, shards[digest])
+        registered = Registered(rank, f"{pool} rank {rank}", node, is_source, digest, reads[digest].shard)
         pools.setdefault(pool, []).append(registered)
     return list(pools.values())
 
@@ -159,9 +163,10 @@ def _planned_again(case: models.Case, received: Received) -> float:
 
     reader, remembered = ShardReader(), Remembered()
     last = world_size(case.engine)
-    plan_copies(reader.rosters(pools_of(replace(received, ranks=received.ranks[:-last]))), remembered)
+    pools = pools_of(received, reader)
+    known = {rank for rank, *_ in received.ranks[:-last]}
+    plan_copies(reader.rosters([[r for r in pool if r.rank in known] for pool in pools]), remembered)
     gc.collect()
-    pools = pools_of(received)
     started = time.process_time()
     plan_copies(reader.rosters(pools), remembered)
     return time.process_time() - started

@@ -6,17 +6,25 @@ Each distinct description is read once, however many ranks share it.
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace as changed
 from math import prod
+from operator import attrgetter
+from typing import Any
+from weakref import WeakValueDictionary
+
+import msgspec
+import xxhash
+from msgspec.structs import replace
 
 from refitd.caches import BoundedCache
 from refitd.describe.layout import without_ranks
-from refitd.describe.metadata import ParameterMetadata, Roster
+from refitd.describe.metadata import Alike, Names, ParameterMetadata, Roster, kinds_of
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import PlanError, ProtocolError, RefusedError
 from refitd.mxfp8.parts import MARK, converted_by_senders, part_of
 from refitd.plan.completion import Said
-from refitd.protocol.base import unpack
+from refitd.protocol.base import decoded, fields_of, inflated
 from refitd.protocol.cluster import AddShard
 from refitd.protocol.roles import check_tensor_names
 from refitd.protocol.shards import Shard, WireTensor, metadata_of
@@ -58,30 +66,91 @@ class Described:
     wants: frozenset[tuple[str, str]] = frozenset()  # (canonical tensor, rounding) of all that arrives in MXFP8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
+class Listed:
+    """A list of tensors, and what was derived from it once for all shards that hold it and differ in their groups."""
+
+    tensors: tuple[WireTensor, ...]
+    names: Names
+    bytes: int
+    wants: frozenset[tuple[str, str]]  # (canonical tensor, rounding) of all that arrives in MXFP8
+
+
+@dataclass(frozen=True, eq=False)
 class ShardRead:
-    """A description that was read, with `ShardReader`'s notes on it."""
+    """A description that was read: `compact` are its descriptions without ranks, `cuts` those of each kind of tensor.
+
+    `compact` is None if the description has problems.
+    """
 
     shard: Shard
-    compact: tuple[ParameterMetadata, ...] | None
-    cuts: dict[str, _Cut]
+    listed: Listed
+    compact: Alike | None
+    cuts: tuple[_Cut | None, ...]
 
 
-def read_shard(shard: Shard) -> ShardRead:
-    """Read a description once, for every rank that has it.
+def read_shard(shard: Shard, listed: Listed | None = None) -> ShardRead:
+    """Read a description once, for every rank that has it; `listed` is that of its tensors, if they are known.
 
     Raises:
-        ProtocolError: as `metadata_of`.
+        ProtocolError, RefusedError: a dtype is unknown, a group index is out of range, a name is invalid or occurs
+            twice, or the tensors are too large.
     """
-    return ShardRead(shard, _compact(shard, 0), _cuts(shard))
+    listed = listed or list_tensors(shard.tensors)
+    few = replace(shard, tensors=tuple(shard.tensors[i] for i in listed.names.first))
+    described = metadata_of(few, 0)
+    try:
+        compact = Alike(listed.names, without_ranks(described))
+    except PlanError:
+        compact = None  # the planner reports it, with the labels of the ranks
+    return ShardRead(shard, listed, compact, tuple(_cut_of(t, shard.groups) for t in few.tensors))
+
+
+# The fields that tensors of one kind have in common.
+_KIND = attrgetter(
+    "shape", "dtype", "is_tp", "partition_dim", "partition_stride", "partition_sizes", "is_ep", "num_experts",
+    "tp_group", "ep_group", "global_shape", "stride_is_known",
+)  # fmt: skip
+
+
+def list_tensors(tensors: tuple[WireTensor, ...]) -> Listed:
+    """Check a list of tensors, and number the kinds in it.
+
+    Raises:
+        ProtocolError, RefusedError: a name is invalid or occurs twice, or the tensors are too large.
+    """
+    check_shard(Shard(tensors))
+    kinds: dict[Any, int] = {}
+    first: list[int] = []
+    kind: list[int] = []
+    seen: set[str] = set()
+    for number, t in enumerate(tensors):
+        if t.name in seen:
+            raise ProtocolError(f"{t.name}: described twice in one shard; names must be unique")
+        seen.add(t.name)
+        is_plain = t.tiles is None and t.fill is None and t.cast_from is None and t.cast_to is None and not t.aliases
+        key = _KIND(t) if is_plain and MARK not in t.name else t.name
+        found = kinds.setdefault(key, len(first))
+        if found == len(first):
+            first.append(number)
+        kind.append(found)
+    names = Names(
+        local=tuple(t.name for t in tensors),
+        canonical=tuple(t.name if t.resolved_name is None else t.resolved_name for t in tensors),
+        experts=tuple(t.global_expert_index for t in tensors),
+        kind=tuple(kind),
+        first=tuple(first),
+    )
+    nbytes = sum(prod(t.shape) * ELEMENT_SIZES.get(t.dtype, 0) for t in tensors)
+    return Listed(tensors, names, nbytes, wanted_parts(Shard(tensors)))
 
 
 class ShardReader:
     """Caches read descriptions by digest. Owned by the coordinator; `keep` limits it."""
 
     def __init__(self) -> None:
-        self._compact: dict[str, tuple[ParameterMetadata, ...] | None] = {}
-        self._cuts: dict[str, dict[str, _Cut]] = {}
+        self._read: dict[str, ShardRead] = {}
+        self._held: dict[str, Sequence[ParameterMetadata]] = {}  # without the casts that made the tensors
         self._said: dict[str, Said] = {}
         # keyed by the digests of a pool: most replicas have equal descriptions, and share one result
         self._even: BoundedCache[frozenset[str], bool] = BoundedCache(POOLS)
@@ -96,11 +165,12 @@ class ShardReader:
         """
         found: list[Roster] = []
         pools = list(pools)
-        is_complete = self._is_complete({r.digest: r.shard for pool in pools for r in pool})
-        for pool in pools:
-            even = is_complete and self._is_even({r.digest: r.shard for r in pool})
+        reads = [{r.digest: self._read_of(r) for r in {r.digest: r for r in pool}.values()} for pool in pools]
+        is_complete = self._is_complete({digest: read for pool in reads for digest, read in pool.items()})
+        for pool, known in zip(pools, reads, strict=True):
+            even = is_complete and self._is_even(known)
             for r in pool:
-                held = self._without_ranks(r) if even else None
+                held = known[r.digest].compact if even else None
                 described: Sequence[ParameterMetadata] = metadata_of(r.shard, r.rank) if held is None else held
                 if r.as_held:
                     described = self._as_held(r.digest, described)
@@ -111,63 +181,64 @@ class ShardReader:
 
     def learn(self, digest: str, read: ShardRead) -> None:
         """Store a description that was read elsewhere."""
-        self._compact[digest] = read.compact
-        self._cuts[digest] = read.cuts
+        self._read[digest] = read
 
     def keep(self, digests: Collection[str]) -> None:
         """Forget all other descriptions."""
-        for known in (self._compact, self._cuts, self._said):
+        for known in (self._read, self._held, self._said):
             for digest in [d for d in known if d not in digests]:
                 del known[digest]
 
-    def _without_ranks(self, r: Registered) -> tuple[ParameterMetadata, ...] | None:
-        if r.digest not in self._compact:
-            self._compact[r.digest] = _compact(r.shard, r.rank)
-        return self._compact[r.digest]
+    def _read_of(self, r: Registered) -> ShardRead:
+        if r.digest not in self._read:
+            self._read[r.digest] = read_shard(r.shard)
+        return self._read[r.digest]
 
     def _as_held(self, digest: str, described: Sequence[ParameterMetadata]) -> Sequence[ParameterMetadata]:
         """Return the descriptions without the casts that made the tensors."""
-        if all(meta.cast_from is None and meta.cast_to is None for meta in described):
+        if all(meta.cast_from is None and meta.cast_to is None for meta in kinds_of(described)):
             return described
-        key = f"{digest} as held"
-        found = self._compact.get(key) if isinstance(described, tuple) else None
-        if found is None:
-            found = tuple(replace(meta, cast_from=None, cast_to=None) for meta in described)
-            if isinstance(described, tuple):  # shared by ranks
-                self._compact[key] = found
+        is_shared = isinstance(described, Alike)
+        if is_shared and digest in self._held:
+            return self._held[digest]
+        found = tuple(changed(meta, cast_from=None, cast_to=None) for meta in described)
+        if is_shared:
+            self._held[digest] = found
         return found
 
-    def _is_complete(self, shards: dict[str, Shard]) -> bool:
-        key = frozenset(shards)
+    def _is_complete(self, reads: dict[str, ShardRead]) -> bool:
+        key = frozenset(reads)
         found = self._complete.get(key)
         if found is None:
-            self._complete.put(key, found := self._none_left_out(shards))
+            self._complete.put(key, found := self._none_left_out(reads))
         return found
 
-    def _none_left_out(self, shards: dict[str, Shard]) -> bool:
+    def _none_left_out(self, reads: dict[str, ShardRead]) -> bool:
         together = Said()
-        for digest, shard in shards.items():
+        sizes = {digest: tuple(map(len, read.shard.groups)) for digest, read in reads.items()}
+        # of one list, split over equally large groups, all shards say the same
+        for digest in {(id(read.listed), sizes[digest]): digest for digest, read in reads.items()}.values():
             if digest not in self._said:
-                self._said[digest] = _said(shard)
+                self._said[digest] = _said(reads[digest].shard)
             together.join(self._said[digest])
         return not together.incomplete()
 
-    def _is_even(self, shards: dict[str, Shard]) -> bool:
-        key = frozenset(shards)
+    def _is_even(self, reads: dict[str, ShardRead]) -> bool:
+        key = frozenset(reads)
         found = self._even.get(key)
         if found is None:
-            self._even.put(key, found := self._cut_alike(shards))
+            self._even.put(key, found := _cut_alike(reads.values()))
         return found
 
-    def _cut_alike(self, shards: dict[str, Shard]) -> bool:
-        common: dict[str, _Cut] = {}
-        for digest, shard in shards.items():
-            if digest not in self._cuts:
-                self._cuts[digest] = _cuts(shard)
-            for name, cut in self._cuts[digest].items():
-                if common.setdefault(name, cut) != cut:
-                    return False
-        return True
+
+def _cut_alike(reads: Iterable[ShardRead]) -> bool:
+    common: dict[str, _Cut] = {}
+    for read in {(id(read.listed), read.cuts): read for read in reads}.values():
+        names = read.listed.names
+        for name, kind in zip(names.canonical, names.kind, strict=True):
+            if (cut := read.cuts[kind]) is not None and common.setdefault(name, cut) != cut:
+                return False
+    return True
 
 
 def _said(shard: Shard) -> Said:
@@ -179,21 +250,11 @@ def _said(shard: Shard) -> Said:
     return said
 
 
-def _compact(shard: Shard, rank: int) -> tuple[ParameterMetadata, ...] | None:
-    try:
-        return tuple(without_ranks(metadata_of(shard, rank)))
-    except PlanError:
-        return None  # the planner reports it, with the labels of the ranks
-
-
-def _cuts(shard: Shard) -> dict[str, _Cut]:
-    found: dict[str, _Cut] = {}
-    for t in shard.tensors:
-        if t.is_tp and t.tp_group is not None and t.tp_group < len(shard.groups) and t.tiles is None:
-            dim = t.partition_dim
-            size = t.shape[dim] if -len(t.shape) <= dim < len(t.shape) else -1
-            found[t.resolved_name or t.name] = (dim, size, len(shard.groups[t.tp_group]), t.partition_stride)
-    return found
+def _cut_of(t: WireTensor, groups: Sequence[Sequence[int]]) -> _Cut | None:
+    if not t.is_tp or t.tp_group is None or t.tp_group >= len(groups) or t.tiles is not None:
+        return None
+    size = t.shape[t.partition_dim] if -len(t.shape) <= t.partition_dim < len(t.shape) else -1
+    return t.partition_dim, size, len(groups[t.tp_group]), t.partition_stride
 
 
 # --- the coordinator's cache ------------------------------------------------------------------------------
@@ -205,15 +266,33 @@ class UnknownShard(RefusedError):
     code = "unknown-shard"
 
 
-def unpack_shard(packed: bytes, digest: str) -> ShardRead:
-    """Unpack, check and read a description. Large ones take seconds.
+Lists = WeakValueDictionary[bytes, Listed]
+_NO_TENSORS = msgspec.Raw(msgspec.msgpack.encode(()))
+
+
+def unpack_shard(packed: bytes, digest: str, lists: Lists) -> ShardRead:
+    """Unpack, check and read a description. Large ones take a second.
+
+    Args:
+        packed: the description.
+        digest: its digest.
+        lists: the lists of tensors that some description in use holds, by their digests. A known list is not read
+            again: the ranks of a tensor-parallel group have one list, and differ in their positions.
 
     Raises:
-        ProtocolError: it is damaged, does not match `digest`, or exceeds a limit.
+        ProtocolError, RefusedError: it is damaged, does not match `digest`, exceeds a limit, or as `read_shard`.
     """
-    shard = unpack(packed, Shard, digest)
-    check_shard(shard)
-    return read_shard(shard)
+    fields = fields_of(inflated(packed, Shard.__name__, digest), Shard)
+    tensors = fields.get("tensors", _NO_TENSORS)
+    key = xxhash.xxh3_128_digest(tensors)
+    listed = lists.get(key)
+    if listed is None:
+        listed = list_tensors(decoded(tensors, tuple[WireTensor, ...], Shard.__name__))
+        lists[key] = listed
+    few = msgspec.msgpack.encode(fields | {"tensors": _NO_TENSORS} if "tensors" in fields else fields)
+    shard: Shard = replace(decoded(few, Shard, Shard.__name__), tensors=listed.tensors)
+    check_shard(replace(shard, tensors=()))
+    return read_shard(shard, listed)
 
 
 class Descriptions:
@@ -221,10 +300,12 @@ class Descriptions:
 
     Attributes:
         reader: makes rosters of them.
+        lists: the lists of tensors in them, for `unpack_shard`.
     """
 
     def __init__(self) -> None:
         self.reader = ShardReader()
+        self.lists: Lists = Lists()
         self._known: dict[str, Described] = {}
 
     def take(self, digest: str, read: ShardRead, used: Container[str]) -> None:
@@ -239,7 +320,7 @@ class Descriptions:
                 break
             parts -= parts_of(self._known.pop(old).shard)
         self.reader.keep(self._known.keys())
-        self._known[digest] = _described(read.shard)
+        self._known[digest] = Described(read.shard, read.listed.bytes, read.listed.wants)
         self.reader.learn(digest, read)
 
     def of(self, added: AddShard) -> Described:
@@ -252,11 +333,6 @@ class Descriptions:
         if found is None:
             raise UnknownShard(f"{added.member}: no shard {added.digest} has been described to this coordinator")
         return found
-
-
-def _described(shard: Shard) -> Described:
-    nbytes = sum(prod(t.shape) * ELEMENT_SIZES.get(t.dtype, 0) for t in shard.tensors)
-    return Described(shard, nbytes, wanted_parts(shard))
 
 
 def check_shard(shard: Shard) -> None:

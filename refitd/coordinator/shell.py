@@ -228,7 +228,7 @@ class CoordinatorShell:
         if identity in self._held and not isinstance(message, cluster.NodeUpdate):
             self._hold(received)
         elif isinstance(message, cluster.DescribeShard) and len(message.packed) > _LARGE_SHARD:
-            self._hold(received, lambda: _unpacked(request, message))
+            self._hold(received, lambda: self._unpacked(request, message))
         else:
             self._said(received, request, message, None)
 
@@ -267,7 +267,7 @@ class CoordinatorShell:
             if isinstance(found, tuple):
                 request, message, read = found
                 if isinstance(message, cluster.DescribeShard) and read is None:
-                    self._reader.submit(received, partial(_unpacked, request, message))
+                    self._reader.submit(received, partial(self._unpacked, request, message))
                     continue
                 self._said(received, request, message, read)
             elif isinstance(found, RefitdError):
@@ -426,6 +426,6 @@ class CoordinatorShell:
                 raise error
         return None
 
-
-def _unpacked(request: int, message: cluster.DescribeShard) -> tuple[int, cluster.NodeMessage, ShardRead]:
-    return request, message, unpack_shard(message.packed, message.digest)
+    def _unpacked(self, request: int, message: cluster.DescribeShard) -> tuple[int, cluster.NodeMessage, ShardRead]:
+        lists = self._state.descriptions.lists
+        return request, message, unpack_shard(message.packed, message.digest, lists)

@@ -236,7 +236,8 @@ def _handle(turn: Turn, node: Node, event: FromNode) -> Message | None:
             registrations.forget_node(turn, name, "its daemon was stopped", event="node-left")
         case cluster.DescribeShard(digest, packed):
             used = {member.added.digest for member in fleet.members.values()}
-            fleet.descriptions.take(digest, event.read or unpack_shard(packed, digest), used)
+            read = event.read or unpack_shard(packed, digest, fleet.descriptions.lists)
+            fleet.descriptions.take(digest, read, used)
         case cluster.AddShard() as message:
             return registrations.add(turn, node, message)
         case local.Deregister(member_id, reason, is_detached):

@@ -220,3 +220,58 @@ class Roster:
     destination: Sequence[ParameterMetadata] = ()
     node: str = ""
     label: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Names:
+    """The names in a list of descriptions. Lists of several ranks share them; tensors of one kind differ only in names.
+
+    Attributes:
+        local: [tensors] the names in the rank's module.
+        canonical: [tensors] the resolved names.
+        experts: [tensors] their `global_expert_index`.
+        kind: [tensors] the number of each tensor's kind.
+        first: [kinds] the first tensor of each kind.
+    """
+
+    local: tuple[str, ...]
+    canonical: tuple[str, ...]
+    experts: tuple[int | None, ...]
+    kind: tuple[int, ...]
+    first: tuple[int, ...]
+
+
+class Alike(Sequence[ParameterMetadata]):
+    """One rank's descriptions, which name no rank, as one per kind. The others are made when they are asked for.
+
+    A kind of several tensors has no aliases, casts, fill or own tiles (those of its split name one tensor).
+    """
+
+    def __init__(self, names: Names, kinds: tuple[ParameterMetadata, ...]) -> None:
+        """`kinds[k]` describes tensor `names.first[k]`."""
+        self.names = names
+        self.kinds = kinds
+
+    def __len__(self) -> int:
+        return len(self.names.kind)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return tuple(self[i] for i in range(*at.indices(len(self))))
+        names, number = self.names, range(len(self))[at]
+        kind = names.kind[number]
+        meta, canonical = self.kinds[kind], names.canonical[number]
+        if names.first[kind] == number:
+            return meta
+        return replace(
+            meta,
+            name=names.local[number],
+            resolved_name=canonical,
+            global_expert_index=names.experts[number],
+            tiles=None if meta.tiles is None else tuple(replace(tile, tensor=canonical) for tile in meta.tiles),
+        )
+
+
+def kinds_of(described: Sequence[ParameterMetadata]) -> Sequence[ParameterMetadata]:
+    """Return descriptions that include every one with aliases, casts, fills, own tiles or a name of a part."""
+    return described.kinds if isinstance(described, Alike) else described

@@ -27,7 +27,7 @@ import numpy as np
 
 from refitd.describe.casts import BLOCK_CASTS, Words, cast_number, converted
 from refitd.describe.layout import canonical_name, global_shape_of, layout_problems, tiles_of
-from refitd.describe.metadata import ParameterMetadata, Repeat, Roster, Tile
+from refitd.describe.metadata import ParameterMetadata, Repeat, Roster, Tile, kinds_of
 from refitd.dtypes import dtype_name, element_size
 from refitd.errors import PlanError, RefusedError
 from refitd.mxfp8.format import BLOCK, ROUNDINGS, TILE, Rounding, Scratch, quantize, quantize_tiles, scales_of
@@ -369,4 +369,4 @@ def _names(meta: ParameterMetadata) -> list[str]:
 def _parts_in(sides: Iterable[Sequence[ParameterMetadata]]) -> set[str]:
     """Return the names of all parts of MXFP8 tensors in descriptions."""
     lists = {id(metas): metas for metas in sides}.values()
-    return {name for metas in lists for meta in metas if MARK in meta.name for name in _names(meta)}
+    return {name for metas in lists for meta in kinds_of(metas) if MARK in meta.name for name in _names(meta)}

@@ -21,7 +21,7 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from refitd.describe.metadata import ParameterMetadata, Roster
+from refitd.describe.metadata import Alike, ParameterMetadata, Roster
 from refitd.errors import PlanError
 from refitd.plan.between_nodes import KnownBundles, Shares, bundles_for, set_bytes_of
 from refitd.plan.coalesce import Rows, joined_alike
@@ -147,8 +147,12 @@ def _is_repeated(rank_class: Ints) -> npt.NDArray[np.bool_]:
 
 def _names_no_rank(described: Sequence[ParameterMetadata]) -> bool:
     # a list might be changed afterwards
-    return isinstance(described, tuple) and all(
-        m.owner_rank is None and not (m.is_tp and m.tiles is None and m.tensor_parallel_group_ranks) for m in described
+    return isinstance(described, Alike) or (
+        isinstance(described, tuple)
+        and all(
+            m.owner_rank is None and not (m.is_tp and m.tiles is None and m.tensor_parallel_group_ranks)
+            for m in described
+        )
     )
 
 

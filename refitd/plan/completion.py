@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from refitd.describe.layout import canonical_name, is_sharded
-from refitd.describe.metadata import ParameterMetadata, Roster
+from refitd.describe.metadata import ParameterMetadata, Roster, kinds_of
 
 _EXPERTS = re.compile(r"(?:^|\.)(?:local_)?experts\.")
 # The parts of a dimension: their number if they are equal, else their sizes in the whole tensor.
@@ -198,7 +198,7 @@ def _said(rosters: Iterable[Roster]) -> Said:
             if id(metas) in read:
                 continue
             read[id(metas)] = metas
-            for m in metas:
+            for m in kinds_of(metas):  # these say nothing where they are alike
                 group = m.tensor_parallel_group_ranks
                 if m.tiles is None and (m.is_tp or group is not None or m.partition_sizes is not None):
                     said.see(canonical_name(m), m, len(group or ()))

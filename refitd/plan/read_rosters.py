@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from refitd.describe.casts import Offered, cast_number
 from refitd.describe.layout import canonical_name, elements, global_shape_of, is_sharded, layout_problems, tiles_of
-from refitd.describe.metadata import ParameterMetadata, Roster, Tile
+from refitd.describe.metadata import Alike, Names, ParameterMetadata, Roster, Tile
 from refitd.dtypes import dtype_name
 from refitd.errors import PlanError
 from refitd.plan.boxes import left_out
-from refitd.plan.columns import Ints, offsets_of
+from refitd.plan.columns import Ints, in_order, offsets_of
 from refitd.plan.completion import SIDES, Uneven, completed, uneven_sizes
 from refitd.plan.layouts import (
     NO_PADDING,
@@ -147,6 +148,8 @@ class _Reader:
         self.untied: dict[str, list[str]] = {}
         self.padding_rows: list[tuple[int, list[int], list[int]]] = []
         self.padding_start: list[int] = [0]
+        # by the id of the names: they, and (local, tensor, kind) of each tensor of a kind of several
+        self.numbers: dict[int, tuple[Names, Ints]] = {}
         self.offered: dict[str, Offered] = {}  # the tensors that sources round, or let others round
 
     def layouts(self) -> Layouts:
@@ -155,21 +158,29 @@ class _Reader:
 
     def _side(self, side: str) -> Side:
         """Read one side of all rosters; a list that several rosters share and that names no rank is read once."""
-        classes: dict[tuple[tuple[int, int, int], ...], int] = {}
+        classes: dict[bytes, int] = {}  # by a digest of the entries
+        columns = [np.zeros((0, 3), np.int64)]
         shared: dict[int, int] = {}
         rank_class = []
         for roster in self.ordered:
             metas = getattr(roster, side)
             number = shared.get(id(metas))
             if number is None:
-                found, names_no_rank = self._entries(roster, side, metas)
-                entries = tuple(sorted(found))
-                number = classes.setdefault(entries, len(classes)) if entries else -1
+                # what sources round is looked up by name
+                if isinstance(metas, Alike) and not (self.offered and side == "destination"):
+                    rows, names_no_rank = self._alike(roster, side, metas), True
+                else:
+                    found, names_no_rank = self._entries(roster, side, metas)
+                    rows = _rows(found)
+                rows = rows[in_order(*rows.T)]
+                number = classes.setdefault(xxhash.xxh3_128_digest(rows.data), len(classes)) if len(rows) else -1
+                if number == len(columns) - 1:
+                    columns.append(rows)
                 if names_no_rank:
                     shared[id(metas)] = number
             rank_class.append(number)
-        sizes = [len(entries) for entries in classes]
-        rows = np.array([row for entries in classes for row in entries], np.int64).reshape(-1, 3)
+        sizes = [len(rows) for rows in columns[1:]]
+        rows = np.concatenate(columns)
         return Side(
             rank_class=np.array(rank_class, np.int64),
             class_start=np.cumsum([0, *sizes]).astype(np.int64),
@@ -178,6 +189,35 @@ class _Reader:
             entry_tensor=rows[:, 1],
             entry_geometry=rows[:, 2],
         )
+
+    def _alike(self, roster: Roster, side: str, metas: Alike) -> Ints:
+        """Return what `_entries` finds, from one description of each kind."""
+        names = metas.names
+        if id(names) not in self.numbers:
+            of_kind = np.array(names.kind, np.int64)
+            several = np.bincount(of_kind)[of_kind] > 1 if len(of_kind) else of_kind > 0
+            local = [self.locals.setdefault(name, len(self.locals)) for name in names.local]
+            tensor = [
+                self.tensors.setdefault(name, len(self.tensors)) if alike else -1
+                for name, alike in zip(names.canonical, several.tolist(), strict=True)
+            ]
+            self.numbers[id(names)] = names, np.column_stack([local, tensor, of_kind])[several]
+        rows = self.numbers[id(names)][1].copy()
+        geometry = np.full(len(names.first), -1, np.int64)
+        alone: list[tuple[int, int, int]] = []
+        several_kinds = set(rows[:, 2].tolist())
+        for kind, meta in enumerate(metas.kinds):
+            found, _ = self._entries(roster, side, (meta,))
+            if kind not in several_kinds:
+                alone += found
+            elif found:
+                geometry[kind] = found[0][2]
+        if (geometry[list(several_kinds)] < 0).any():
+            for number, kind in enumerate(names.kind):
+                if kind in several_kinds and geometry[kind] < 0 and names.first[kind] != number:
+                    self._report(roster, side, metas[number])
+        rows[:, 2] = geometry[rows[:, 2]]
+        return np.concatenate([_rows(alone), rows[rows[:, 2] >= 0]])
 
     def _entries(
         self, roster: Roster, side: str, metas: Iterable[ParameterMetadata]
@@ -434,6 +474,10 @@ class _Reader:
             if len(tied):
                 roots[np.isin(roots, tied)] = tied.min()
         return roots
+
+
+def _rows(entries: list[tuple[int, int, int]]) -> Ints:
+    return np.array(entries, np.int64).reshape(-1, 3)
 
 
 def _count(tile: Tile) -> int:

@@ -213,25 +213,61 @@ def unpack(data: bytes, kind: type[V], digest: str) -> V:
     """Return the value that `pack` packed, after checking that its `digest_of` is `digest`.
 
     Raises:
-        ProtocolError: the bytes are damaged, do not match, or exceed a message's size; no value is built then.
+        ProtocolError: as `inflated` and `decoded`.
+    """
+    value: V = decoded(inflated(data, kind.__name__, digest), kind, kind.__name__)
+    return value
+
+
+def inflated(data: bytes, what: str, digest: str) -> bytes:
+    """Return the encoding of the value that `pack` packed, after checking that its `digest_of` is `digest`.
+
+    Raises:
+        ProtocolError: the bytes are damaged, do not match, or exceed a message's size.
     """
     inflate = zlib.decompressobj()
     try:
         raw = inflate.decompress(data, MAX_MESSAGE_BYTES)
     except zlib.error as exc:
-        raise ProtocolError(f"a packed {kind.__name__} is damaged: {exc}") from exc
+        raise ProtocolError(f"a packed {what} is damaged: {exc}") from exc
     if not inflate.eof:
-        raise ProtocolError(f"a packed {kind.__name__} is cut short or takes more than {MAX_MESSAGE_BYTES} bytes")
+        raise ProtocolError(f"a packed {what} is cut short or takes more than {MAX_MESSAGE_BYTES} bytes")
     if (found := xxhash.xxh3_128_hexdigest(raw)) != digest:
-        raise ProtocolError(f"a packed {kind.__name__} was named {digest}, its content is {found}")
-    if len(raw) > _UNCOUNTED_BYTES:
-        _check_values(raw)
+        raise ProtocolError(f"a packed {what} was named {digest}, its content is {found}")
+    return raw
+
+
+def decoded(raw: bytes | msgspec.Raw, kind: Any, what: str) -> Any:
+    """Return a value of this type from its encoding.
+
+    Raises:
+        ProtocolError: it is no such value, or holds more values than a message may; no value is built then.
+    """
+    view = memoryview(raw)
+    if len(view) > _UNCOUNTED_BYTES:
+        _check_values(view)
+    return _decoded(view, kind, what)
+
+
+def fields_of(raw: bytes, kind: type[msgspec.Struct]) -> dict[str, msgspec.Raw]:
+    """Return the fields of a value's encoding, not decoded and by name, without those that the type lacks.
+
+    Raises:
+        ProtocolError: it is no map.
+    """
+    fields = [(name, msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for name in kind.__struct_fields__]
+    found = _decoded(raw, msgspec.defstruct(kind.__name__, fields), kind.__name__)
+    values = {name: getattr(found, name) for name in kind.__struct_fields__}
+    return {name: value for name, value in values.items() if value is not msgspec.UNSET}
+
+
+def _decoded(raw: bytes | memoryview, kind: Any, what: str) -> Any:
     try:
         return msgspec.msgpack.decode(raw, type=kind)
     except msgspec.ValidationError as exc:
-        raise ProtocolError(f"a packed {kind.__name__} is refused: {exc}") from exc
+        raise ProtocolError(f"a packed {what} is refused: {exc}") from exc
     except Exception as exc:
-        raise ProtocolError(f"a packed {kind.__name__} is no MessagePack: {exc or type(exc).__name__}") from exc
+        raise ProtocolError(f"a packed {what} is no MessagePack: {exc or type(exc).__name__}") from exc
 
 
 def _sized(heads: range, first: int) -> bytes:
