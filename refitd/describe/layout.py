@@ -18,7 +18,7 @@ A description that names no rank is equal on all ranks that hold the same elemen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -327,6 +327,40 @@ def _is_nested(tile: Tile) -> bool:
 
 def _within(end: Sequence[int], shape: Sequence[int]) -> bool:
     return len(end) == len(shape) and all(e <= s for e, s in zip(end, shape, strict=True))
+
+
+def tile_elements(tile: Tile) -> int:
+    """Return the number of elements of a tile, with its repeats."""
+    return elements(tile.size) * (tile.repeat.count if tile.repeat else 1)
+
+
+def occurrences(tile: Tile) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield (canonical offset, local offset) of each occurrence of a tile."""
+    repeat = tile.repeat
+    if repeat is None:
+        yield tuple(tile.offset), tile.local_offset
+        return
+    for i in range(repeat.count):
+        offset = list(tile.offset)
+        offset[repeat.dim] += i * repeat.step
+        yield tuple(offset), tile.local_offset + i * repeat.local_step
+
+
+def spot_of(group: Sequence[int], rank: int) -> tuple[int, int]:
+    """Return (the rank's position in the group, the group's size); position -1 marks an invalid group."""
+    ranks = list(group)
+    valid = rank in ranks and len(set(ranks)) == len(ranks)
+    return (ranks.index(rank) if valid else -1), len(ranks)
+
+
+def nameless(tiles: Sequence[Tile], default: Sequence[str]) -> tuple[Sequence[str], tuple[Any, ...]]:
+    """Return the tiles' tensors, and the tiles with each name replaced by its position in the list of tensors."""
+    if len(tiles) == 1:
+        t = tiles[0]
+        return (t.tensor,), (t.offset, t.size, t.local_offset, t.local_stride, t.repeat)
+    number = {tensor: i for i, tensor in enumerate(dict.fromkeys(t.tensor for t in tiles))}
+    parts = tuple((number[t.tensor], t.offset, t.size, t.local_offset, t.local_stride, t.repeat) for t in tiles)
+    return tuple(number) or default, parts
 
 
 def without_ranks(metas: Sequence[ParameterMetadata]) -> tuple[ParameterMetadata, ...]:

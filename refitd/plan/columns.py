@@ -197,6 +197,20 @@ def among(some: npt.NDArray[Any], keys: npt.NDArray[Any]) -> Bools:
     return found
 
 
+def sorted_names(numbers: dict[str, int]) -> tuple[tuple[str, ...], Ints]:
+    """Return the names sorted, and the new number of each old number."""
+    names = sorted(numbers)
+    moved = np.empty(len(names), np.int64)
+    moved[[numbers[name] for name in names]] = np.arange(len(names))
+    return tuple(names), moved
+
+
+def padded(rows: Sequence[Sequence[int]], dims: int, fill: int) -> Ints:
+    """Return rows of numbers as columns, padded in front to `dims` numbers."""
+    found = [[fill] * (dims - len(row)) + list(row) for row in rows]
+    return np.array(found, np.int64).reshape(len(found), dims)
+
+
 V = TypeVar("V")
 
 

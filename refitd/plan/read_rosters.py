@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -13,12 +13,23 @@ import numpy.typing as npt
 import xxhash
 
 from refitd.describe.casts import Offered, cast_number
-from refitd.describe.layout import canonical_name, elements, global_shape_of, is_sharded, layout_problems, tiles_of
+from refitd.describe.layout import (
+    canonical_name,
+    elements,
+    global_shape_of,
+    is_sharded,
+    layout_problems,
+    nameless,
+    occurrences,
+    spot_of,
+    tile_elements,
+    tiles_of,
+)
 from refitd.describe.metadata import Alike, Names, ParameterMetadata, Roster, Tile
 from refitd.dtypes import dtype_name
 from refitd.errors import PlanError
 from refitd.plan.boxes import left_out
-from refitd.plan.columns import Ints, in_order, offsets_of
+from refitd.plan.columns import Ints, in_order, offsets_of, padded, sorted_names
 from refitd.plan.completion import SIDES, Uneven, completed, uneven_sizes
 from refitd.plan.layouts import (
     NO_PADDING,
@@ -171,7 +182,7 @@ class _Reader:
                     rows, names_no_rank = self._alike(roster, side, metas), True
                 else:
                     found, names_no_rank = self._entries(roster, side, metas)
-                    rows = _rows(found)
+                    rows = np.array(found, np.int64).reshape(-1, 3)
                 rows = rows[in_order(*rows.T)]
                 number = classes.setdefault(xxhash.xxh3_128_digest(rows.data), len(classes)) if len(rows) else -1
                 if number == len(columns) - 1:
@@ -212,12 +223,12 @@ class _Reader:
                 alone += found
             elif found:
                 geometry[kind] = found[0][2]
-        if (geometry[list(several_kinds)] < 0).any():
-            for number, kind in enumerate(names.kind):
-                if kind in several_kinds and geometry[kind] < 0 and names.first[kind] != number:
-                    self._report(roster, side, metas[number])
+        bad = {kind for kind in several_kinds if geometry[kind] < 0}
+        for number, kind in enumerate(names.kind if bad else ()):
+            if kind in bad and names.first[kind] != number:
+                self._report(roster, side, metas[number])
         rows[:, 2] = geometry[rows[:, 2]]
-        return np.concatenate([_rows(alone), rows[rows[:, 2] >= 0]])
+        return np.concatenate([np.array(alone, np.int64).reshape(-1, 3), rows[rows[:, 2] >= 0]])
 
     def _entries(
         self, roster: Roster, side: str, metas: Iterable[ParameterMetadata]
@@ -239,14 +250,14 @@ class _Reader:
             names: Sequence[str] = (name if resolved is None else resolved,)
             key: Any
             if tiles is not None:
-                names, parts = _nameless(tiles, names)
+                names, parts = nameless(tiles, names)
                 key = (shape, dtype, esize, whole, parts)
             elif is_tp and group is not None and len(group) > 1:
                 names_no_rank = False
                 spot = spots.get(id(group))
                 if spot is None:
                     # keeping the group prevents the reuse of its id
-                    spot = spots[id(group)] = (group, _spot(group, roster.rank))
+                    spot = spots[id(group)] = (group, spot_of(group, roster.rank))
                 key = (shape, dtype, esize, whole, dim, stride, sizes and tuple(sizes), *spot[1])
                 if self.uneven:
                     key = (*key, self.uneven.get((side, canonical_name(m), tuple(group))))
@@ -336,13 +347,13 @@ class _Reader:
     def _padding(self, m: ParameterMetadata, tiles: dict[str, list[Tile]]) -> int:
         """Return the number of the padding that the tiles leave in the local tensor."""
         total = elements(m.shape)
-        if m.tiles is None or sum(_count(tile) for part in tiles.values() for tile in part) >= total:
+        if m.tiles is None or sum(tile_elements(tile) for part in tiles.values() for tile in part) >= total:
             return NO_PADDING
         boxes = [
             (local, tile.size, tile.local_stride)
             for part in tiles.values()
             for tile in part
-            for _, local in _occurrences(tile)
+            for _, local in occurrences(tile)
         ]
         rest = left_out(boxes, total)
         if rest is None:
@@ -379,7 +390,7 @@ class _Reader:
             )
         )
         for tile in tiles:
-            for offset, local in _occurrences(tile):
+            for offset, local in occurrences(tile):
                 box = self.boxes.setdefault((offset, tuple(tile.size)), len(self.boxes))
                 self.tile_rows.append((box, local, tuple(tile.local_stride)))
         self.tile_start.append(len(self.tile_rows))
@@ -409,15 +420,15 @@ class _Reader:
         dims = max([1, *(len(offset) for offset, _ in self.boxes)])
         columns = np.array(self.geometry_rows, np.int64).reshape(-1, 9)
         padding_dims = max([1, *(len(size) for _, size, _ in self.padding_rows)])
-        tensors, tensor_at = _sorted(self.tensors)
-        local_names, local_at = _sorted(self.locals)
+        tensors, tensor_at = sorted_names(self.tensors)
+        local_names, local_at = sorted_names(self.locals)
         geometries = Geometries(
             tile_start=np.array(self.tile_start, np.int64),
             tile_box=np.array([row[0] for row in self.tile_rows], np.int64),
             tile_offset=np.array([row[1] for row in self.tile_rows], np.int64),
-            tile_stride=_padded([row[2] for row in self.tile_rows], dims, 0),
-            box_offset=_padded([offset for offset, _ in self.boxes], dims, 0),
-            box_size=_padded([size for _, size in self.boxes], dims, 1),
+            tile_stride=padded([row[2] for row in self.tile_rows], dims, 0),
+            box_offset=padded([offset for offset, _ in self.boxes], dims, 0),
+            box_size=padded([size for _, size in self.boxes], dims, 1),
             element_size=columns[:, 0],
             local_shape=columns[:, 1],
             global_shape=columns[:, 2],
@@ -432,8 +443,8 @@ class _Reader:
             paddings=Paddings(
                 start=np.array(self.padding_start, np.int64),
                 offset=np.array([row[0] for row in self.padding_rows], np.int64),
-                size=_padded([row[1] for row in self.padding_rows], padding_dims, 1),
-                stride=_padded([row[2] for row in self.padding_rows], padding_dims, 0),
+                size=padded([row[1] for row in self.padding_rows], padding_dims, 1),
+                stride=padded([row[2] for row in self.padding_rows], padding_dims, 0),
             ),
             fills=tuple(float(value) for value in self.fills),
         )
@@ -474,56 +485,6 @@ class _Reader:
             if len(tied):
                 roots[np.isin(roots, tied)] = tied.min()
         return roots
-
-
-def _rows(entries: list[tuple[int, int, int]]) -> Ints:
-    return np.array(entries, np.int64).reshape(-1, 3)
-
-
-def _count(tile: Tile) -> int:
-    return elements(tile.size) * (tile.repeat.count if tile.repeat else 1)
-
-
-def _occurrences(tile: Tile) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield (canonical offset, local offset) of each occurrence of a tile."""
-    repeat = tile.repeat
-    if repeat is None:
-        yield tuple(tile.offset), tile.local_offset
-        return
-    for i in range(repeat.count):
-        offset = list(tile.offset)
-        offset[repeat.dim] += i * repeat.step
-        yield tuple(offset), tile.local_offset + i * repeat.local_step
-
-
-def _nameless(tiles: Sequence[Tile], default: Sequence[str]) -> tuple[Sequence[str], tuple[Any, ...]]:
-    """Return the tiles' tensors, and the tiles with each name replaced by its position in the list of tensors."""
-    if len(tiles) == 1:
-        t = tiles[0]
-        return (t.tensor,), (t.offset, t.size, t.local_offset, t.local_stride, t.repeat)
-    number = {tensor: i for i, tensor in enumerate(dict.fromkeys(t.tensor for t in tiles))}
-    parts = tuple((number[t.tensor], t.offset, t.size, t.local_offset, t.local_stride, t.repeat) for t in tiles)
-    return tuple(number) or default, parts
-
-
-def _spot(group: Sequence[int], rank: int) -> tuple[int, int]:
-    """Return (the rank's position in the group, the group's size); position -1 marks an invalid group."""
-    ranks = list(group)
-    valid = rank in ranks and len(set(ranks)) == len(ranks)
-    return (ranks.index(rank) if valid else -1), len(ranks)
-
-
-def _sorted(numbers: dict[str, int]) -> tuple[tuple[str, ...], Ints]:
-    """Return the names sorted, and the new number of each old number."""
-    names = sorted(numbers)
-    moved = np.empty(len(names), np.int64)
-    moved[[numbers[name] for name in names]] = np.arange(len(names))
-    return tuple(names), moved
-
-
-def _padded(rows: Sequence[Sequence[int]], dims: int, fill: int) -> Ints:
-    found = [[fill] * (dims - len(row)) + list(row) for row in rows]
-    return np.array(found, np.int64).reshape(len(found), dims)
 
 
 def offered_tensors(rosters: Sequence[Roster]) -> dict[str, tuple[tuple[int, ...], str]]:
