@@ -3,45 +3,91 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import refitd
 from refitd import LoaderTrace, RefusedError
+from refitd.adapters.derived import (
+    LANDING,
+    Hook,
+    Packed,
+    Recomputed,
+    check_computed,
+    declared,
+    derived_after_loading,
+    derived_by_loader,
+    derived_by_packing,
+    landings_for,
+    unpacked,
+)
+from refitd.adapters.places import views_of, without_views
 from refitd.adapters.streams import Shapes
 
 log = logging.getLogger("refitd.adapters")
 
 
-def adopt(client: refitd.Client, weights: dict[str, torch.Tensor], timeout: float) -> str:
+def adopt(client: refitd.Client, learned: Learned, timeout: float) -> str:
     """Move the weights that will be registered, and no others: a flip exchanges the whole arena.
 
-    Do not use the weights during this call. The tensor objects stay valid; their addresses change.
+    Do not use the weights during this call. The tensor objects stay valid; their addresses change. Views move with
+    their weights.
 
     Args:
         client: registers the weights afterwards.
-        weights: {name: tensor}, the engine's own parameters and buffers, not views of them.
+        learned: the engine's weights.
         timeout: seconds to allocate the memory.
 
     Returns:
         "" if all weights are now in the client's arenas; else why they were not moved, and versions are copied.
     """
-    if not all(tensor.is_cpu for tensor in weights.values()):
+    if not all(tensor.is_cpu for tensor in learned.weights.values()):
         return "not all of them lie in main memory (captured graphs of GPUs keep addresses)"
+    gc.collect()  # what the trace leaves in reference cycles would count as holders of the memory
     module = torch.nn.Module()
-    for name, tensor in weights.items():  # not register_parameter, which takes no names with dots
+    for name, tensor in learned.weights.items():  # not register_parameter, which takes no names with dots
         if isinstance(tensor, torch.nn.Parameter):
             module._parameters[name] = tensor
         else:
             module._buffers[name] = tensor
+    for name, tensor in views_of(learned.model, learned.weights).items():
+        module._buffers[f"view of {name}"] = tensor
+        module._non_persistent_buffers_set.add(f"view of {name}")
     try:
         client.adopt(module, timeout=timeout)
     except (refitd.RefusedError, refitd.ArenaError, refitd.DeadlineExceeded) as exc:
         return str(exc)
     return ""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """How versions get into an engine.
+
+    Attributes:
+        model: the engine's model.
+        trace: how its loader maps the trainer's tensors to weights.
+        weights: the tensors that versions are written into by the name that they are registered under: weights of the
+            engine, and landings.
+        metadata: their descriptions.
+        recomputed: what the engine's own code recomputes from these in each commit.
+    """
+
+    model: torch.nn.Module
+    trace: LoaderTrace
+    weights: dict[str, torch.Tensor]
+    metadata: list[refitd.ParameterMetadata]
+    recomputed: list[Recomputed]
+
+    def registration(self) -> dict[str, Any]:
+        """Return the arguments of `register_target`."""
+        weights = {name: tensor.data for name, tensor in self.weights.items()}
+        return {"module_or_tensors": weights, "metadata": self.metadata, "derived": declared(self.recomputed)}
 
 
 class Learner:
@@ -56,6 +102,8 @@ class Learner:
         model: torch.nn.Module,
         load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
         checkpoint: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None,
+        hooks: Callable[[], Iterable[Hook]] = tuple,
+        packed: Callable[[], Iterable[Packed]] = tuple,
     ) -> None:
         """Store the arguments.
 
@@ -63,34 +111,77 @@ class Learner:
             model: the engine's model.
             load: the model's loader.
             checkpoint: returns the tensors that the engine loaded at its start; None: do not check.
+            hooks: returns the engine's code that runs after loading, and may run again.
+            packed: returns the modules whose weights the engine has packed.
         """
         self._model, self._load, self._checkpoint = model, load, checkpoint
+        self._hooks, self._packed = hooks, packed
         self._own: Shapes = {}
         self._is_checked = False
 
-    def learn(self, offered: Shapes, rank: int) -> tuple[LoaderTrace, dict[str, torch.Tensor]]:
-        """Return the layout, and the engine's weights by name.
+    def learn(self, offered: Shapes, rank: int) -> Learned:
+        """Return the layout, the engine's weights by name, and what is recomputed from them.
 
         Args:
             offered: {canonical name: (shape, dtype)} of the trainer's tensors.
             rank: this engine's rank.
 
         Raises:
-            RefusedError: some weights are not plain copies of the trainer's tensors, or the engine repacks them.
+            RefusedError: some weights are neither copies of the trainer's tensors nor recomputed by the engine's code.
         """
-        params = dict(self._model.named_parameters())
+        packed = list(self._packed())
+        with unpacked(packed):
+            learned, own, held = self._traced(offered, rank)
+        for one in packed:
+            learned.recomputed.append(derived_by_packing(one, learned.weights))
+        for hook in self._hooks():
+            if (found := derived_after_loading(hook, learned.weights)) is not None:
+                learned.recomputed.append(found)
+        made = {name for group in learned.recomputed for name in group.tensors}
+        params = {name: one for name, one in held.items() if isinstance(one, torch.nn.Parameter) and name not in made}
+        check_covered(learned.trace, params, self._own)
+        if self._checkpoint is not None and not self._is_checked:
+            refitd.check_layout(own, held, self._checkpoint())
+            self._is_checked = True
+        return learned
+
+    def _traced(self, offered: Shapes, rank: int) -> tuple[Learned, LoaderTrace, dict[str, torch.Tensor]]:
+        """Return two traces of the loader, of the trainer's and the checkpoint's tensors; and the engine's tensors."""
+        params = without_views(dict(self._model.named_parameters()))
         # buffers that are in no checkpoint (tables of experts or rotations) are not refitted; the loader may read them
         held = {**{name: held for name, _, _, held in refitd.named_persistent_buffers(self._model)}, **params}
         if self._checkpoint is not None:
             self._own = self._own or {name: (tuple(t.shape), t.dtype) for name, t in self._checkpoint()}
             check_shapes(self._own, offered)
         trace = refitd.trace_loader(held, self._load, offered, owner_rank=rank)
-        check_covered(trace, params, self._own)
-        if self._checkpoint is not None and not self._is_checked:
-            checked = trace if self._own == offered else refitd.trace_loader(held, self._load, self._own)
-            refitd.check_layout(checked, held, self._checkpoint())
-            self._is_checked = True
-        return trace, held
+        check = self._checkpoint if not self._is_checked else None
+        own = trace if check is None or self._own == offered else refitd.trace_loader(held, self._load, self._own)
+        learned = Learned(
+            self._model, trace, {name: held[name] for name in trace.metadata}, [*trace.metadata.values()], []
+        )
+        computed = {name: trace.computed[name] for name in trace.computed if name in params}
+        if computed and all(computed.values()):
+            landings = landings_for(computed, offered, params)
+            learned.recomputed.append(derived_by_loader(self._load, computed, params, landings))
+            learned.weights.update({f"{LANDING}{name}": tensor for name, tensor in landings.items()})
+            learned.metadata.extend(_landing(name, tensor, rank) for name, tensor in landings.items())
+            given = [*landings.items()]
+            if check is not None:
+                sources = {source for name in computed for source in own.computed.get(name, ())}
+                given = [(name, tensor) for name, tensor in check() if name in sources]
+            check_computed(self._load, computed, params, given, is_checkpoint=check is not None)
+        return learned, own, held
+
+
+def _landing(name: str, tensor: torch.Tensor, rank: int) -> refitd.ParameterMetadata:
+    return refitd.ParameterMetadata(
+        name=f"{LANDING}{name}",
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        element_size=tensor.element_size(),
+        owner_rank=rank,
+        resolved_name=name,
+    )
 
 
 def check_shapes(own: Shapes, offered: Shapes) -> None:

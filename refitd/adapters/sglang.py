@@ -133,15 +133,14 @@ class SchedulerRank:
         if parallel.dp_rank is not None:
             replica = f"{replica}-dp{parallel.dp_rank}"
         offered = client.tensors(settings.model, timeout=settings.timeout_s)
-        trace, held = self._learner.learn(offered, rank)
-        log.info("refitd: layout of %d tensors: %s", len(trace.metadata), trace.proof or "not proven")
+        learned = self._learner.learn(offered, rank)
+        log.info("refitd: layout of %d tensors: %s", len(learned.trace.metadata), learned.trace.proof or "not proven")
         return client.register_target(
             settings.model,
-            {name: held[name].data for name in trace.metadata},
+            **learned.registration(),
             replica=replica,
             rank=rank,
             world_size=world_size,
-            metadata=[*trace.metadata.values()],
             timeout=settings.timeout_s,
         )
 

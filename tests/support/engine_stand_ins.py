@@ -67,6 +67,10 @@ def vllm_modules(checkpoint: Mapping[str, torch.Tensor]) -> dict[str, ModuleType
             "vllm.distributed.weight_transfer": {},
             "vllm.distributed.weight_transfer.base": base,
             "vllm.model_executor": {},
+            "vllm.model_executor.layers": {},
+            "vllm.model_executor.layers.attention": {
+                "is_deferred_attention_layer": lambda module: hasattr(module, "process_weights_after_loading")
+            },
             "vllm.model_executor.model_loader": {"get_model_loader": lambda config: loader},
         }
     )

@@ -33,17 +33,18 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Model(torch.nn.Module):
-    """Takes `w` and nothing else; a quantised one doubles it."""
+    """Takes `w` and nothing else; a quantised one has a packed weight, too."""
 
-    def __init__(self, factor: float = 1.0) -> None:
+    def __init__(self, *, is_packed: bool = False) -> None:
         super().__init__()
         self.w = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
-        self._factor = factor
+        if is_packed:
+            self.packed = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
 
     def load_weights(self, weights: Any) -> None:
         for name, weight in weights:
             if name == "w":
-                self.w.data.copy_(weight if self._factor == 1.0 else weight * self._factor)
+                self.w.data.copy_(weight)
 
 
 def made(engine: Any, model: torch.nn.Module | None = None, **settings: Any) -> Any:
@@ -192,11 +193,11 @@ def test_a_quantised_engine_is_refused_by_the_weights_name_and_with_what_remains
     engine: Any, offer: Callable[..., None]
 ) -> None:
     offer()
-    one = made(engine, Model(2.0))
-    with pytest.raises(refitd.RefusedError, match=r"^1 weights are no copies"):
+    one = made(engine, Model(is_packed=True))
+    with pytest.raises(refitd.RefusedError, match=r"^nothing that the trainer offers goes to 1 weights"):
         registered(one)
     one.model_config.quantization = "compressed-tensors"
-    says = r"quantised \(compressed-tensors\).*: w; serve .* or publish a LoRA adapter alone"
+    says = r"quantised \(compressed-tensors\).*: packed; .* serve .* or publish a LoRA adapter alone"
     with pytest.raises(refitd.RefusedError, match=says):
         registered(one)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import refitd
-from refitd.adapters.vllm import seams
+from refitd.adapters.vllm import kept_weights, seams
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **held: object) -> None:
@@ -25,9 +25,19 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **held: object) -> None
     monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch, "vllm", __version__="0.33.1")
-    with pytest.raises(refitd.RefusedError, match=r"vLLM 0\.33\.1 is not among .* tested with \(0\.32\.x\)"):
+def test_an_older_vllm_or_one_that_lacks_a_function_is_refused_and_a_newer_one_is_tried(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stand_in(monkeypatch, "vllm", __version__="0.31.2")
+    with pytest.raises(refitd.RefusedError, match=r"vLLM 0\.31\.2 is not among .* tested with \(0\.32\.x\); install"):
+        seams.check_version()
+    stand_in(monkeypatch, "vllm", __version__="0.33.1rc1")
+    seams.check_version()
+    assert "vLLM 0.33.1rc1 is newer than the tested versions (0.32.x)" in caplog.text
+    monkeypatch.setattr(seams, "missing", ["no module named vllm.v1"])
+    with pytest.raises(
+        refitd.RefusedError, match=r"0\.33\.1rc1 .* lacks what it needs: no module named vllm\.v1; inst"
+    ):
         seams.check_version()
 
 
@@ -44,11 +54,11 @@ def test_dense_engines_know_that_they_are_several() -> None:
 
 
 def test_calls_that_compute_nothing_are_no_steps() -> None:
-    steps = []
+    steps: list[int | None] = []
 
     @contextlib.contextmanager
-    def step() -> Iterator[None]:
-        steps.append(1)
+    def step(batch: int | None) -> Iterator[None]:
+        steps.append(batch)
         yield
 
     worker = SimpleNamespace(weight_transfer_engine=SimpleNamespace(refitd_step=step))
@@ -95,7 +105,7 @@ def test_unpacked_experts_are_the_weighted_sum_over_those_that_are_here(
     ids = torch.tensor([[0, 5], [1, 4], [3, 5], [0, 1], [4, 2]], dtype=torch.int32)
     places = torch.tensor([-1, 0, -1, 1, 2, -1])  # experts 1, 3 and 4 of 6
     output = torch.full((tokens, hidden), 7.0)
-    seams._experts(
+    kept_weights._experts(
         SimpleNamespace(w1_bias=None, w2_bias=None),
         output=output,
         hidden_states=x,

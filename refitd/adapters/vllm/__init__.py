@@ -21,4 +21,7 @@ def register() -> None:
         return  # vLLM may load its plugins several times in a process
     WeightTransferEngineFactory.register_engine(BACKEND, "refitd.adapters.vllm.engine", "RefitdEngine")
     WeightTransferTrainerFactory.register_engine(BACKEND, "refitd.adapters.vllm.trainer", "RefitdTrainer")
-    seams.open_seams()
+    try:
+        seams.open_seams()
+    except (ImportError, AttributeError) as exc:
+        seams.missing.append(str(exc))

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 import refitd
+from refitd.adapters.derived import Hook, Packed, seconds_of
 from refitd.adapters.driving import CATCH_UP_S, live_version
-from refitd.adapters.engines import Learner, Retries, adopt
+from refitd.adapters.engines import Learned, Learner, Retries, adopt
 from refitd.adapters.streams import Shapes
+from refitd.adapters.vllm import versions
+from refitd.adapters.vllm.kept_weights import packed_modules
 from refitd.adapters.vllm.lora import HeldAdapter
-from refitd.adapters.vllm.seams import check_version, is_one_of_many, live_with_server, rest_between_looks
+from refitd.adapters.vllm.seams import (
+    check_version,
+    is_deferred_attention,
+    is_one_of_many,
+    live_with_server,
+    rest_between_looks,
+)
+from refitd.adapters.vllm.settings import RefitdInitInfo, RefitdUpdateInfo, parsed
 
 # below "vllm", so lines get vLLM's level and prefixes; from other loggers Python writes only warnings
 log = logging.getLogger("vllm.refitd")
@@ -34,42 +41,6 @@ log = logging.getLogger("vllm.refitd")
 # running.
 IDLE_S = 0.005
 LOOK_S = 1.0
-
-
-@dataclass
-class RefitdInitInfo(WeightTransferInitInfo):
-    """Where to register; also `--additional-config '{"refitd": {...}}'`, which `init_weight_transfer_engine` overrides.
-
-    Attributes:
-        model: the model's name in refitd.
-        replica: this engine's name; "" is its host and vLLM's instance id. Data-parallel engines of a dense model add
-            their index.
-        directory: the daemon's directory; "" is this user's default one.
-        follow: commit every decided version between two steps, without a trainer that drives the engine.
-        check: compare the engine's weights with its checkpoint before using the layout.
-        lora: the folder of a LoRA adapter, as requests name it. Versions of `model` are then this adapter's tensors,
-            and the engine's own weights do not change.
-        adopt: move weights from main memory into an arena; versions then flip instead of being copied.
-        keep_prefix_cache: follow although cached prefixes were computed by older versions.
-        timeout_s: seconds to wait for the trainer's tensors, and for each version.
-    """
-
-    model: str = "policy"
-    replica: str = ""
-    directory: str = ""
-    follow: bool = False
-    check: bool = True
-    adopt: bool = True
-    lora: str = ""
-    keep_prefix_cache: bool = False
-    timeout_s: float = 120.0
-
-
-@dataclass
-class RefitdUpdateInfo(WeightTransferUpdateInfo):
-    """The version that is live when `update_weights` returns."""
-
-    version: int = 0
 
 
 class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
@@ -94,6 +65,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         self._adapter: HeldAdapter | None = None
         self._learner: Learner | None = None
         self._torn = ""  # why the weights may be parts of two versions
+        self._versions = versions.of(vllm_config)
         self._stopped = threading.Event()
         self._follower: threading.Thread | None = None
         given = vllm_config.additional_config
@@ -103,21 +75,8 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             self._follow(info)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> RefitdInitInfo:
-        """Return the command line's settings, overridden by `init_dict`.
-
-        Raises:
-            ValueError: a setting is unknown, or has another type ("false" would count as true).
-        """
-        known = {field.name for field in fields(RefitdInitInfo)}
-        if unknown := sorted((self._given.keys() | init_dict.keys()) - known):
-            raise ValueError(f"refitd: unknown settings {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-        settings = {**self._given, **init_dict}
-        for field in fields(RefitdInitInfo):
-            value, kind = settings.get(field.name, field.default), type(field.default)
-            if type(value) is not kind and not (kind is float and type(value) is int):
-                wanted = {bool: "true or false", str: "a text", float: "a number"}[kind]
-                raise ValueError(f"refitd: {field.name} is {value!r} ({type(value).__name__}), expected {wanted}")
-        return RefitdInitInfo(**settings)
+        """Return the command line's settings, overridden by `init_dict`; raises ValueError as `parsed`."""
+        return parsed({**self._given, **init_dict})
 
     # --- driven by a trainer ------------------------------------------------------------------------------
 
@@ -128,6 +87,11 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         if self._target is not None and isinstance(self._target.error, refitd.PeerLost):
             self._let_go()  # its daemon is lost
         if self._target is None:
+            if self._keeps_prefixes() and not init_info.keep_prefix_cache:
+                log.warning(
+                    "refitd: this vLLM keeps cached prefixes of older versions: call reset_prefix_cache after each "
+                    "update, or start it with --no-enable-prefix-caching"
+                )
             try:
                 self._bind(init_info)
             except refitd.PeerLost:
@@ -171,7 +135,13 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         except refitd.CommitError as exc:
             self._torn = str(exc)
             raise
+        self._committed(target.version)
+
+    def _committed(self, version: int | None) -> None:
+        """Note that the weights are those of one version, and tell EngineCore."""
         self._torn = ""
+        if self._versions is not None and version is not None and self.parallel_config.rank == 0:
+            self._versions.committed(version)
 
     def finish_weight_update(self) -> None:
         """Return: the version is already live."""
@@ -184,13 +154,18 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
     # --- following by itself ------------------------------------------------------------------------------
 
     def _follow(self, info: RefitdInitInfo) -> None:
-        if self.vllm_config.cache_config.enable_prefix_caching and not info.keep_prefix_cache:
+        if self._keeps_prefixes() and not info.keep_prefix_cache:
             raise refitd.RefusedError(
-                "an engine that follows by itself would answer from prefixes that older versions have computed: start "
-                "it with --no-enable-prefix-caching, or say keep_prefix_cache"
+                "an engine that follows by itself would answer from prefixes that older versions have computed: this "
+                "vLLM's prefix cache cannot be reset. Start it with --no-enable-prefix-caching, or set "
+                "keep_prefix_cache"
             )
         self._follower = threading.Thread(target=self._run, args=(info,), name="refitd-follow", daemon=True)
         self._follower.start()
+
+    def _keeps_prefixes(self) -> bool:
+        """Whether prefixes that older versions have computed stay in vLLM's cache."""
+        return bool(self.vllm_config.cache_config.enable_prefix_caching) and self._versions is None
 
     def _run(self, info: RefitdInitInfo) -> None:
         """Register once a trainer has, and commit while no forward pass runs."""
@@ -219,8 +194,8 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             if is_due and self._lock.acquire(timeout=IDLE_S):
                 try:
                     # the next forward pass has this number and waits for the lock: this rank is paused before it
-                    if target.poll(step=self._steps + 1, begin=False) is not None:
-                        self._torn = ""
+                    if (version := target.poll(step=self._steps + 1, begin=False)) is not None:
+                        self._committed(version)
                 finally:
                     self._lock.release()
                 looked = time.monotonic()
@@ -232,8 +207,8 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             client.close()
 
     @contextlib.contextmanager
-    def refitd_step(self) -> Iterator[None]:
-        """Offer a commit point, then run one forward pass without commits."""
+    def refitd_step(self, batch: int | None = None) -> Iterator[None]:
+        """Offer a commit point, then run one forward pass without commits; `batch` is EngineCore's number for it."""
         if self._lifeline is not None:
             self._lifeline.check()
         with self._lock:
@@ -241,8 +216,8 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             target = self._target
             if self._follower is not None and target is not None:
                 try:
-                    if target.poll(step=self._steps) is not None:
-                        self._torn = ""
+                    if (version := target.poll(step=self._steps)) is not None:
+                        self._committed(version)
                 except refitd.CommitError as exc:
                     self._torn = str(exc)
                 except refitd.RefitdError as exc:
@@ -252,6 +227,8 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
                 raise refitd.CommitError(f"nothing may be computed with parts of two versions: {self._torn}")
             if self._adapter is not None and self._target is not None:
                 self._adapter.serve(self._target.version)
+            if self._versions is not None and batch is not None and self.parallel_config.rank == 0:
+                self._versions.note(batch)
             yield
 
     # --- registration -------------------------------------------------------------------------------------
@@ -273,17 +250,16 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         # registration restores the version of an engine that was restarted
         with self._lock:
             if info.lora:
-                tensors, metadata = self._hold_adapter(info.lora, offered), None
+                given: dict[str, Any] = {"module_or_tensors": self._hold_adapter(info.lora, offered)}
             else:
                 with self._if_quantised():
-                    tensors, metadata = self._learn(client, info, offered, rank)
+                    given = self._learn(client, info, offered, rank).registration()
             target = client.register_target(
                 info.model,
-                tensors,
+                **given,
                 replica=replica,
                 rank=rank,
                 world_size=world_size,
-                metadata=metadata,
                 cast=bool(info.lora),
                 timeout=info.timeout_s,
             )
@@ -293,7 +269,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             replica,
             rank,
             world_size,
-            len(tensors),
+            len(given["module_or_tensors"]),
             info.model,
             time.perf_counter() - started,
             "flip" if target.flips else "are copied",
@@ -319,19 +295,43 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         self._adapter.check_offered(offered)
         return self._adapter.tensors
 
-    def _learn(
-        self, client: refitd.Client, info: RefitdInitInfo, offered: Shapes, rank: int
-    ) -> tuple[dict[str, torch.Tensor], list[refitd.ParameterMetadata]]:
+    def _learn(self, client: refitd.Client, info: RefitdInitInfo, offered: Shapes, rank: int) -> Learned:
         """Return the engine's weights (in an arena if versions can flip) and their layout, from its loader."""
         if self._learner is None:
             has_checkpoint = info.check and self.vllm_config.load_config.load_format != "dummy"
-            self._learner = Learner(self.model, self._load, self._checkpoint if has_checkpoint else None)
-        trace, held = self._learner.learn(offered, rank)
+            checkpoint = self._checkpoint if has_checkpoint else None
+            load = functools.partial(self._configured, self.model.load_weights)
+            self._learner = Learner(self.model, load, checkpoint, self._hooks, self._packed)
+        learned = self._learner.learn(offered, rank)
+        trace, recomputed = learned.trace, learned.recomputed
         log.info("refitd: layout of %d tensors: %s", len(trace.metadata), trace.proof or "not proven")
         self._check_unused(trace.unused)
-        if info.adopt and (why := adopt(client, {n: held[n] for n in trace.metadata}, info.timeout_s)):
+        if info.adopt and (why := adopt(client, learned, info.timeout_s)):
             log.warning("refitd: versions are copied into this engine's weights, and do not flip: %s", why)
-        return {name: held[name].data for name in trace.metadata}, [*trace.metadata.values()]
+        if recomputed:
+            count = sum(len(group.tensors) for group in recomputed)
+            log.info(
+                "refitd: vLLM's own code recomputes %d tensors in each commit, in %.1f ms: %s",
+                count,
+                seconds_of(recomputed) * 1e3,
+                ", ".join([name for group in recomputed for name in group.tensors][:3]),
+            )
+        return learned
+
+    def _hooks(self) -> Iterator[Hook]:
+        """Yield vLLM's code that runs after loading and may run again."""
+        for name, module in self.model.named_modules():
+            if is_deferred_attention(module):
+                run = functools.partial(module.process_weights_after_loading, self.model_config.dtype)
+                yield Hook(name, module, functools.partial(self._configured, run))
+
+    def _packed(self) -> Iterator[Packed]:
+        for packed in packed_modules(self.model):
+            yield replace(packed, run=functools.partial(self._configured, packed.run))
+
+    def _configured(self, run: Callable[..., Any], *given: Any) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            run(*given)
 
     def _place(self, info: RefitdInitInfo) -> tuple[int, int, str]:
         """Return this worker's rank, and its replica's world size and name."""
@@ -342,10 +342,6 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         if is_one_of_many(p):
             return p.rank, p.world_size, f"{replica}-dp{p.data_parallel_index}"
         return p.rank, p.world_size, replica
-
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        with set_current_vllm_config(self.vllm_config):
-            self.model.load_weights(weights)
 
     def _check_unused(self, unused: tuple[str, ...]) -> None:
         """Refuse an output layer that the engine would drop; warn of other tensors that it takes nothing of."""

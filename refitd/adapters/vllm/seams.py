@@ -13,52 +13,80 @@ import functools
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import refitd
 from refitd import RefusedError
+from refitd.adapters.vllm import kept_weights, versions
+from refitd.adapters.vllm.kept_weights import is_refitted
 
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger("vllm.refitd")
+
 TESTED = ("0.32.",)
+OLDEST = (0, 32)
+
+# What this vLLM lacks of the functions that `open_seams` patches.
+missing: list[str] = []
 
 # How long a process of a CPU engine sleeps between two checks for the next message.
 REST_S = 10e-6
 
 
 def check_version() -> None:
-    """Refuse an untested version of vLLM.
+    """Refuse an older vLLM, or one that lacks a function; warn of a newer, untested one, whose layouts are proven.
 
     Raises:
-        RefusedError: the version is untested; the error names it and the tested ones.
+        RefusedError: names the version, the tested ones, and what is missing.
     """
     import vllm
 
-    if not vllm.__version__.startswith(TESTED):
+    tested = ", ".join(f"{version}x" for version in TESTED)
+    if missing or tuple(int(n) for n in re.findall(r"\d+", vllm.__version__)[:2]) < OLDEST:
         raise RefusedError(
-            f"vLLM {vllm.__version__} is not among the versions that this adapter was tested with "
-            f"({', '.join(v + 'x' for v in TESTED)}); install one of those, or another refitd"
+            f"vLLM {vllm.__version__} is not among the versions that this adapter was tested with ({tested})"
+            + (f", and lacks what it needs: {missing[0]}" if missing else "")
+            + "; install one of those, or another refitd"
         )
+    if not vllm.__version__.startswith(TESTED):
+        log.warning("refitd: vLLM %s is newer than the tested versions (%s)", vllm.__version__, tested)
 
 
 def open_seams() -> None:
     """Patch vLLM: each worker calls its weight transfer engine before a forward pass, and weights are not repacked."""
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager as WorkerLoRAManager
-    from vllm.model_executor.layers import utils
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
     from vllm.v1.worker.gpu_worker import Worker
 
     Worker.execute_model = _before(Worker.execute_model)
     Worker.execute_dummy_batch = _before(Worker.execute_dummy_batch)
-    utils.dispatch_cpu_unquantized_gemm = _unpacked(utils.dispatch_cpu_unquantized_gemm)
-    _keep_experts()
+    kept_weights.open_seams()
+    MultiprocExecutor.collective_rpc = _answered(MultiprocExecutor.collective_rpc)
+    try:
+        versions.open_seams()
+    except (ImportError, AttributeError) as exc:
+        log.warning("refitd: this vLLM's outputs do not name their versions: %s", exc)
+    else:
+        for executor in (MultiprocExecutor, UniProcExecutor):
+            executor._init_executor = _sharing(executor._init_executor)
     MultiprocExecutor._init_executor = _resting(MultiprocExecutor._init_executor)
     WorkerLoRAManager.create_lora_manager = _found_again(WorkerLoRAManager.create_lora_manager)
+
+
+def is_deferred_attention(module: Any) -> bool:
+    """Whether vLLM runs code for this attention layer once all weights are loaded; it may run again."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    return bool(is_deferred_attention_layer(module))
 
 
 def rest_between_looks() -> None:
@@ -122,10 +150,62 @@ def _before(method: Callable[..., Any]) -> Callable[..., Any]:
         if step is None or not getattr(args[0] if args else None, "total_num_scheduled_tokens", 1):
             # An empty batch: not a step, because data-parallel ranks must count only the passes that all of them run.
             return method(self, *args, **kwargs)
-        with step():
+        with step(getattr(args[0], "refitd_batch", None) if args else None):
             return method(self, *args, **kwargs)
 
     return forward
+
+
+def _sharing(init: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an executor's start: EngineCore and its workers share the versions of batches, if refitd refits them."""
+
+    @functools.wraps(init)
+    def started(self: Any) -> Any:
+        if is_refitted(self.vllm_config):
+            versions.share(self.vllm_config)
+        return init(self)
+
+    return started
+
+
+# The calls of vLLM's weight transfer; a worker may refuse them.
+UPDATES = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A worker's error in one of these calls."""
+
+    text: str
+
+
+def _answered(rpc: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an executor's calls of workers: it reads all answers, although some workers raise.
+
+    vLLM stops at the first error. It would then read the other workers' answers as those of its next call.
+    """
+
+    @functools.wraps(rpc)
+    def called(
+        self: Any, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None, **how: Any
+    ) -> Any:
+        if method not in UPDATES or not is_refitted(self.vllm_config):
+            return rpc(self, method, timeout, args, kwargs, **how)
+        found = rpc(self, functools.partial(outcome, name=method), timeout, (args, kwargs or {}), None, **how)
+        if failed := [one.text for one in found if isinstance(one, Failed)]:
+            raise RuntimeError(f"{method} failed on {len(failed)} of {len(found)} workers: {failed[0]}")
+        return found
+
+    return called
+
+
+def outcome(worker: Any, args: Any, kwargs: Any, *, name: str) -> Any:
+    """Call a worker's method, in its process; return its error, if it raises."""
+    try:
+        return getattr(worker, name)(*args, **kwargs)
+    except Exception as exc:
+        log.exception("refitd: %s failed", name)
+        return Failed(f"{type(exc).__name__}: {exc}")
 
 
 def _resting(init: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,8 +216,7 @@ def _resting(init: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(init)
     def started(self: Any) -> Any:
-        config = self.vllm_config.weight_transfer_config
-        if config is not None and config.backend == "refitd":
+        if is_refitted(self.vllm_config):
             self.refitd_lifeline = live_with_server(starts_workers=True)
             if self.vllm_config.device_config.device_type == "cpu":
                 rest_between_looks()
@@ -145,28 +224,6 @@ def _resting(init: Callable[..., Any]) -> Callable[..., Any]:
 
     return started
 
-
-def _unpacked(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a dispatch to leave a linear layer's weight in place, for engines that refitd refits.
-
-    On CPUs vLLM packs each weight for its GEMM kernels and drops the original, so versions could not be written to it.
-    """
-
-    @functools.wraps(dispatch)
-    def chosen(layer: Any, remove_weight: bool) -> None:
-        import torch
-        from vllm.config import get_current_vllm_config
-
-        config = get_current_vllm_config().weight_transfer_config
-        if config is None or config.backend != "refitd" or layer.weight.ndim != 2:
-            dispatch(layer, remove_weight)
-        else:
-            layer.cpu_linear = torch.nn.functional.linear
-
-    return chosen
-
-
-log = logging.getLogger("vllm.refitd")
 
 # vLLM's names for its processes, and the names of their parents.
 STARTED_BY = {"EngineCore": "the API server", "VllmWorker": "EngineCore"}
@@ -217,85 +274,3 @@ def live_with_server(*, starts_workers: bool = False) -> ServerLifeline | None:
     except refitd.RefusedError as exc:
         log.warning("refitd: %s; if it is killed, this engine keeps its replica's name", exc)
         return None
-
-
-def _keep_experts() -> None:
-    """Make vLLM's unquantised CPU experts leave their weights in place, in engines that refitd refits.
-
-    Once the model is loaded, vLLM packs the weights for its grouped GEMM and drops the originals, so versions could
-    not be written to them.
-    """
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
-
-    Experts.process_weights_after_loading = _left(Experts.process_weights_after_loading)
-    Experts.apply = _computed(Experts.apply)
-
-
-def _left(process: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(process)
-    def chosen(self: Any, layer: Any) -> None:
-        from vllm.config import get_current_vllm_config
-
-        config = get_current_vllm_config().weight_transfer_config
-        self.refitd_unpacked = config is not None and config.backend == "refitd"
-        if not self.refitd_unpacked:
-            process(self, layer)
-
-    return chosen
-
-
-def _computed(apply: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(apply)
-    def chosen(self: Any, **given: Any) -> None:  # vLLM names all of them
-        if getattr(self, "refitd_unpacked", False):
-            _experts(self, **given)
-        else:
-            apply(self, **given)
-
-    return chosen
-
-
-def _experts(
-    self: Any,
-    output: Any,
-    hidden_states: Any,
-    w1: Any,
-    w2: Any,
-    topk_weights: Any,
-    topk_ids: Any,
-    activation: Any,
-    expert_map: Any,
-    apply_router_weight_on_input: bool,
-    **others: Any,
-) -> None:
-    """Write each token's weighted sum over its experts to `output`.
-
-    Args:
-        self: vLLM's experts.
-        output: [tokens, hidden].
-        hidden_states: [tokens, hidden].
-        w1: [experts here, 2 * intermediate, hidden].
-        w2: [experts here, hidden, intermediate].
-        topk_weights: [tokens, k].
-        topk_ids: [tokens, k], experts of the whole model.
-        activation: vLLM's `MoEActivation`.
-        expert_map: [experts of the whole model], each expert's index on this rank or -1; None: all are on this rank.
-        apply_router_weight_on_input: whether the tokens are weighted already.
-        others: scales and workspaces, ignored.
-    """
-    import torch
-    from torch.nn.functional import linear
-    from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
-
-    ids = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()]
-    total = torch.zeros(output.shape, dtype=torch.float32)
-    for expert in ids[ids >= 0].unique().tolist():
-        token, k = (ids == expert).nonzero(as_tuple=True)
-        up = linear(hidden_states[token], w1[expert], None if self.w1_bias is None else self.w1_bias[expert])
-        inner = up.new_empty(len(token), w2.shape[-1])
-        apply_moe_activation(activation, inner, up)
-        down = linear(inner, w2[expert], None if self.w2_bias is None else self.w2_bias[expert]).float()
-        if not apply_router_weight_on_input:
-            down *= topk_weights[token, k, None].float()
-        total.index_add_(0, token, down)
-    output.copy_(total)

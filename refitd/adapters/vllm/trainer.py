@@ -28,7 +28,7 @@ class RefitdTrainerInitInfo(TrainerInitInfo):
     directory: str = ""
     wait_s: float = 60.0  # for the other trainer ranks to publish
     register: dict[str, Any] | None = None  # further arguments of `register_source`
-    engine: dict[str, Any] | None = None  # settings of the engines (refitd.adapters.vllm.engine.RefitdInitInfo)
+    engine: dict[str, Any] | None = None  # settings of the engines (refitd.adapters.vllm.settings.RefitdInitInfo)
 
 
 class RefitdTrainer(TrainerWeightTransferEngine[RefitdTrainerInitInfo]):
