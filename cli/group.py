@@ -26,7 +26,7 @@ _SENTENCE = 400  # characters
 
 
 # Options of most commands, which may precede the command's name; with whether a value follows.
-SHARED = {"--json": False, "--address": True, "--uid": True}
+SHARED = {"--json": False, "--runtime-dir": True, "--address": True, "--uid": True}
 
 
 class Listed(click.Group):

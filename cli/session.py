@@ -168,7 +168,7 @@ def json_option(function: F) -> F:
 
 
 def address_option(function: F) -> F:
-    """Add --address, and --uid, which `connect` finds by itself."""
+    """Add --runtime-dir, as `refitd serve` calls it, or --address, and --uid, which `connect` finds by itself."""
     function = click.option(
         "--uid",
         type=click.IntRange(min=0, max=(1 << 32) - 1),
@@ -177,7 +177,9 @@ def address_option(function: F) -> F:
         help="The user whose daemon it must be.  [default: $REFITD_DAEMON_UID, else your own, or root's]",
     )(function)
     return click.option(
+        "--runtime-dir",
         "--address",
+        "address",
         metavar="DIR",
         help="The daemon's runtime directory.  [default: $REFITD_RUNTIME_DIR, else as without --config]",
     )(function)

@@ -148,14 +148,14 @@ def _somebody_else(what: str, uid: int, whose: Trusted) -> RefusedError:
     return RefusedError(
         f"{what} belongs to {_user(uid)}, expected {whose.text()}; nothing has been sent to it. If that is the daemon "
         f"you mean, say so: refitd.connect(..., uid={uid}), {VARIABLE}={uid}, or refitctl --uid {uid}; else name the "
-        "directory of yours (refitd.connect(DIR), refitctl --address DIR, REFITD_RUNTIME_DIR)"
+        "directory of yours (refitd.connect(DIR), refitctl --runtime-dir DIR, REFITD_RUNTIME_DIR)"
     )
 
 
 def _nobody(directory: Path) -> TransportError:
     return TransportError(
         f"no refitd daemon is running in {directory}; start one with `refitd serve --standalone`, or give the "
-        "directory of a running one (refitd.connect(DIR), refitctl --address DIR, REFITD_RUNTIME_DIR)"
+        "directory of a running one (refitd.connect(DIR), refitctl --runtime-dir DIR, REFITD_RUNTIME_DIR)"
     )
 
 

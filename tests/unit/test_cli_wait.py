@@ -89,7 +89,7 @@ def test_durations_have_units(text, seconds):
 def test_shared_options_may_precede_the_command():
     client = FakeClient()
     before = run(client, "--json", "--address", "/d", "status", is_real=False)
-    assert before.object == run(client, "status", "--json", "--address=/d").object
+    assert before.object == run(client, "status", "--json", "--runtime-dir=/d").object
     assert client.asked == [("connect", "/d")] * 2
 
 
