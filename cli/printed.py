@@ -71,6 +71,13 @@ class BundleItem(msgspec.Struct, frozen=True):
     note: str
 
 
+class DocsPrinted(msgspec.Struct, frozen=True):
+    """Pages and their titles, and the text of the page that was asked for."""
+
+    pages: dict[str, str]
+    text: str = ""
+
+
 class BundleWritten(msgspec.Struct, frozen=True):
     """A support bundle and its contents."""
 

@@ -10,7 +10,9 @@ import refitd
 import refitd_cli
 from refitd.errors import ConfigError
 from refitd.text import nearest
-from refitd_cli.output import print_table
+from refitd_cli.output import print_json, print_table, to_json
+from refitd_cli.printed import DocsPrinted
+from refitd_cli.session import json_option
 
 FOLDERS = ("docs", "configs")
 
@@ -31,20 +33,29 @@ def pages() -> dict[str, Path]:
 
 @click.command()
 @click.argument("page", required=False)
-def docs(page: str | None) -> None:
+@json_option
+def docs(page: str | None, as_json: bool) -> None:
     """Print a page of the documentation or an example configuration; without PAGE list them.
 
     For example `refitctl docs runbook`, or `refitctl docs configs/laptop.toml > laptop.toml`.
     """
     found = pages()
     if page is None:
-        print_table("", ("page", "title"), [(name, _title(path)) for name, path in found.items()])
+        titles = {name: _title(path) for name, path in found.items()}
+        if as_json:
+            print_json(to_json(DocsPrinted(titles)))
+        else:
+            print_table("", ("page", "title"), list(titles.items()))
         return
     name = page.removeprefix("docs/").partition("#")[0].removesuffix(".md")
     if name not in found:
         near = ", ".join(nearest(name, found, 3))
         raise ConfigError(f"there is no page {page!r}{near and f'; similar: {near}'}; `refitctl docs` lists all")
-    click.echo(found[name].read_text(), nl=False)
+    text = found[name].read_text()
+    if as_json:
+        print_json(to_json(DocsPrinted({name: _title(found[name])}, text)))
+    else:
+        click.echo(text, nl=False)
 
 
 def _title(path: Path) -> str:

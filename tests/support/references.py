@@ -167,6 +167,7 @@ REPORTS: dict[str, type] = {
     "config check": printed.ConfigChecked,
     "config show": printed.ConfigShown,
     "doctor": DoctorFound,
+    "docs": printed.DocsPrinted,
     "support-bundle": printed.BundleWritten,
     "dashboard": printed.DashboardServed,
     "demo": printed.DemoRan,

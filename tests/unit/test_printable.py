@@ -182,6 +182,7 @@ OFFLINE = {
     "config",
     "dashboard",
     "demo",
+    "docs",
     "doctor",
     "explain",
     "keygen",
