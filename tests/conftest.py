@@ -26,7 +26,7 @@ actors.preload(
     "refitd.inprocess.refit",
     "tests.spmd.dtensor_cases",
 )
-pytest_plugins = ["refitd.testing.fixtures", "tests.support.passed_on"]
+pytest_plugins = ["refitd.testing.fixtures", "tests.support.passed_on", "tests.support.forked"]
 
 # each starts a process pool or a cluster that its tests share, or would overload the machine if run in parallel
 SHARING = (

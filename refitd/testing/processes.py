@@ -159,7 +159,7 @@ def processes_of(mark: str) -> dict[int, str]:
             continue
         with contextlib.suppress(OSError):
             is_ours = mark.encode() in (entry / "environ").read_bytes()
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            command = (entry / "cmdline").read_bytes().strip(b"\0").replace(b"\0", b" ").decode(errors="replace")
             if is_ours and command:  # a zombie has no command line
                 found[int(entry.name)] = command
     return found

@@ -17,6 +17,11 @@ from tests.support.trainer import Trainer
 NODES = "[deadlines]\nplan_s = 60.0\nstage_s = 20.0\ncommit_s = 10.0\n"
 
 
+@pytest.fixture(autouse=True)
+def _forked(forked: None) -> None:
+    """Fork the programs of each test."""
+
+
 @pytest.fixture
 def shared_daemon(daemon: Daemon) -> Iterator[Daemon]:
     """A daemon of which the test must leave no registration, client or arena."""

@@ -171,6 +171,7 @@ OF_SERVE = ("click", "refitd.config", "zmq", "tomllib")
 OF_COORDINATOR = ("refitd_cli.session", "refitd.coordinator.main", "sqlite3")
 
 
+@pytest.mark.real_starts
 @pytest.mark.parametrize(
     ("command", "module"),
     [

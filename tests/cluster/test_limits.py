@@ -256,6 +256,7 @@ def test_a_client_of_few_descriptors_works_or_says_what_it_needs(daemon: Daemon,
         assert swap_succeeds(client, policy())
 
 
+@pytest.mark.real_starts  # a forked worker is larger, and ends too slowly to say that it got no memory
 def test_a_worker_without_address_space_fails_the_swap_by_name_and_the_next_one_works(daemon: Daemon) -> None:
     full, live = tensors(64), tensors(64)
     with daemon.connect() as client:

@@ -154,14 +154,17 @@ def spawn(name: str, timeout: float, out: int, err: int) -> subprocess.Popen[byt
 
 
 class fork:
-    """A check in a fork of this process, as `spawn` returns one: on an emulated GPU torch is imported only once."""
+    """A check in a fork of this process, as `spawn` returns one: on an emulated GPU all is imported once."""
 
     def __init__(self, name: str, timeout: float, out: int, err: int) -> None:
         from tests.gpu import checks
+        from tests.support import forked
 
+        forked.prepare()
         self.pid = os.fork()
         if not self.pid:
             os.setsid()
+            forked.split([out, err])
             os.dup2(out, 1)
             os.dup2(err, 2)
             sys.argv = ["checks.py", name, str(timeout)]

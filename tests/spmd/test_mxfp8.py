@@ -4,7 +4,7 @@ import pytest
 
 from tests.spmd.pool import Pool
 
-PAIRS, AT_ONCE, QUICK = 72, 18, 36
+PAIRS, AT_ONCE, QUICK = 72, 18, 18
 
 
 @pytest.mark.parametrize(

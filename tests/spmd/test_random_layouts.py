@@ -4,7 +4,7 @@ import pytest
 
 from tests.spmd.pool import Pool
 
-PAIRS, AT_ONCE, QUICK = 300, 30, 120
+PAIRS, AT_ONCE, QUICK = 300, 30, 60
 
 
 @pytest.mark.parametrize(

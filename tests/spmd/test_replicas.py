@@ -6,9 +6,9 @@ from tests.spmd.pool import Pool
 
 
 def test_one_flipped_bit_of_any_replica_is_refused_by_name(pool: Pool) -> None:
-    said = pool.run("replica_cases:any_replica_that_differs_is_named", range(24), timeout=240)
+    said = pool.run("replica_cases:any_replica_that_differs_is_named", range(12), timeout=240)
 
-    assert len(said[0]) > 10 and all(each == said[0] for each in said)
+    assert len(said[0]) > 5 and all(each == said[0] for each in said)
 
 
 def test_experts_that_do_not_say_they_are_split_are_refused_with_what_to_check(pool: Pool) -> None:
@@ -27,9 +27,9 @@ def test_tied_copies_of_a_pipelines_ends_are_twins(pool: Pool) -> None:
 
 
 def test_one_wrong_element_of_any_cut_is_refused_by_name(pool: Pool) -> None:
-    said = pool.run("replica_cases:any_cut_that_differs_is_named", range(24), timeout=240)
+    said = pool.run("replica_cases:any_cut_that_differs_is_named", range(12), timeout=240)
 
-    assert said[0] > 15 and all(each == said[0] for each in said)
+    assert said[0] > 7 and all(each == said[0] for each in said)
 
 
 def test_tied_copies_in_different_cuts_must_agree(pool: Pool) -> None:

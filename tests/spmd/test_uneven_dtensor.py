@@ -7,7 +7,7 @@ import pytest
 from tests.spmd.pool import Pool
 
 
-@pytest.mark.parametrize("first", [0, 13])
+@pytest.mark.parametrize("first", [0, pytest.param(13, marks=pytest.mark.slow)])
 def test_uneven_shards_are_found_gathered_and_split(pool: Pool, first: int) -> None:
     assert pool.run("dtensor_cases:random_uneven", range(first, first + 13), timeout=240) == [13] * 8
 
@@ -38,7 +38,9 @@ def test_a_checkpoint_of_uneven_shards_loads_into_other_shards(pool: Pool, tmp_p
     pool.run("dtensor_cases:saved_and_loaded", str(tmp_path / "saved"))
 
 
-@pytest.mark.parametrize("mesh", [(4, 2), (2, 4), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [(2, 2, 2), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((4, 2), (2, 4)))], ids=str
+)
 def test_models_that_torch_has_sharded_with_fsdp_over_tensor_parallelism_are_swapped(
     pool: Pool, mesh: tuple[int, ...]
 ) -> None:

@@ -115,7 +115,7 @@ def test_weights_cross_between_gpus_and_from_main_memory_in_the_lanes(
         swap = RunningSwap(n0.connect(), "policy", 3, timeout=120)
         swap.wait_phase("stage")
         os.kill(victim, signal.SIGKILL)
-        with pytest.raises(Exception, match="was killed by SIGKILL"):
+        with pytest.raises(Exception, match=r"was killed by SIGKILL|lost its connection"):  # whoever is first
             swap.result()
     assert fleet.holds(2), "the old version still serves"
     fleet.swap(4)

@@ -61,7 +61,7 @@ class Paused:
 
     def worker(self) -> int:
         pids = self.daemon.node_of("n0").workers
-        (found,) = (pid for pid in pids if "fake-cuda" in Path(f"/proc/{pid}/maps").read_text())
+        (found,) = (pid for pid in pids if "memfd:fake-cuda" in Path(f"/proc/{pid}/maps").read_text())
         return found
 
     def close(self) -> None:

@@ -13,6 +13,8 @@ from refitd.testing.processes import ProcessFailed
 from tests.support import fake_cuda, sysfs
 from tests.support.gpu_tensors import DEADLINES
 
+pytestmark = pytest.mark.real_starts  # its daemon imports another tree of /sys
+
 
 def test_workers_use_the_cards_and_the_cpus_closest_to_their_gpus(
     gpus: fake_cuda.FakeGpus,

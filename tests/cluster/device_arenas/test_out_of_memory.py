@@ -18,6 +18,8 @@ from refitd.testing import Daemon, Engine, eventually
 from tests.support import fake_cuda, shards
 from tests.support.gpu_tensors import allocated, copy_into, private
 
+pytestmark = pytest.mark.real_starts  # which call of the driver fails depends on all calls before it
+
 
 class Device:
     """Rules of FAKE_CUDA_FAIL for all processes of a test."""

@@ -114,6 +114,7 @@ def test_sharded_replicas_on_two_gpus_and_in_main_memory_get_every_byte(
 
 
 @pytest.mark.slow
+@pytest.mark.real_starts
 def test_only_the_worker_of_a_gpu_maps_its_memory(
     gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon]
 ) -> None:
@@ -124,7 +125,7 @@ def test_only_the_worker_of_a_gpu_maps_its_memory(
         tensors = client.allocate({"w": ((MIB,), torch.uint8)}, device="cuda:0")
 
         def mappers() -> list[int]:
-            return [pid for pid in workers if "fake-cuda" in Path(f"/proc/{pid}/maps").read_text()]
+            return [pid for pid in workers if "memfd:fake-cuda" in Path(f"/proc/{pid}/maps").read_text()]
 
         eventually(lambda: len(mappers()) == 1, "one worker has mapped the arena")
         (other,) = set(workers) - set(mappers())
