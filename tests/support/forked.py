@@ -34,7 +34,7 @@ import pytest
 from refitd.service import end
 from tests.support.programs import ROOT
 
-# What is imported once. Programs that import anything else do it themselves.
+# These modules are imported once; a program imports others itself.
 IMPORTED = (
     "torch",
     "torch.distributed",
@@ -110,7 +110,7 @@ def _early(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def start(*given: Any) -> int:
-    """Do what `_posixsubprocess.fork_exec` does, by forking where that is the same."""
+    """Start a program as `_posixsubprocess.fork_exec` does: fork Python programs, execute others."""
     args, _, _, keep, cwd, env = given[:6]
     ends, errpipe, session, group, who, prepare = given[6:12], given[13], *given[15:17], given[17:21], given[21]
     words = [os.fsdecode(word) for word in args]
@@ -140,7 +140,8 @@ def start(*given: Any) -> int:
         try:
             return source.fork(request, list(fds.values())) if source else int(executed(*given))
         except (OSError, EOFError):  # the other process has ended, as it does with its process group
-            assert source is not None
+            if source is None:
+                raise
             _sources.remove(source)
             source.close()
             return int(executed(*given))
