@@ -24,8 +24,7 @@ from refitd.coordinator.fleet import Ids
 from refitd.coordinator.plans import PlanMemory, make_plan
 from refitd.coordinator.state import CoordinatorState
 from refitd.protocol import cluster, local
-from refitd.protocol.base import PROTOCOL_VERSION
-from refitd.protocol.codec import Decoder, digest_of, encode, pack
+from refitd.protocol.base import PROTOCOL_VERSION, Decoder, digest_of, encode, pack
 from refitd.protocol.reports import LaneStatus, NodeStatus, SwapReport
 from refitd.protocol.shards import shard_of
 from tests.support.coordinator_harness import Past

@@ -24,7 +24,7 @@ from .client.adopt import Adopted as Adopted
 from .client.controller import ReplicaController as ReplicaController
 from .client.target_tensors import Derived as Derived
 from .client.memory_block import Placed as Placed
-from .client.lifeline import Lifeline as Lifeline
+from .client.processes import Lifeline as Lifeline
 from .client.source_tensors import MXFP8Offer as MXFP8Offer
 from .client.source import Source as Source
 from .client.streamed import StreamedSource as StreamedSource

@@ -11,7 +11,7 @@ from pathlib import Path
 from refitd.config import Config
 from refitd.errors import ConfigError
 from refitd.protocol import keys
-from refitd.protocol.roles import ALL_ROLES
+from refitd.protocol.keys import ALL_ROLES
 
 
 def coordinator_keys(config: Config) -> keys.ServerKeys | None:

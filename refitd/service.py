@@ -81,6 +81,8 @@ class ServiceManager:
             end.sendto(text.encode(), address)
 
 
+# --- the runtime directory --------------------------------------------------------------------------------
+
 LOCK = "refitd.lock"
 
 _OWNER_S = 1.0  # time for a process that has just locked a directory to write its pid

@@ -1,7 +1,11 @@
-"""Enums of outcomes, states and transfer modes in reports; the wire and JSON use their string values."""
+"""Enums of outcomes, states and transfer modes in reports; events and instructions that all state machines share.
+
+The wire and JSON use the enums' string values.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -83,3 +87,26 @@ class LinkState(StrEnum):
 
     UP = "up"
     DOWN = "down"
+
+
+# --- events and instructions of all state machines --------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """This process was busy or stopped for `seconds`, so peers only seem to have been silent."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed, at most one heartbeat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Instruction: write one log line."""
+
+    event: str
+    fields: dict[str, object]

@@ -116,6 +116,9 @@ def pairs(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, tensor
 
 
+# --- an engine's copy of all tensors ----------------------------------------------------------------------
+
+
 class ReceivedTensors:
     """Tensors that are registered as a replica of one rank, written in place. Reads and writes exclude each other.
 

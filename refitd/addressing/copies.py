@@ -107,7 +107,7 @@ class CopyList(WorkList):
     ARENAS: ClassVar = ("src_arena", "dst_arena")
 
     element_size: Int64  # [n] of the destination
-    cast: Int64  # number of the conversion (refitd.describe.casts), 0 for none
+    cast: Int64  # number of the conversion (refitd.dtypes), 0 for none
     src_arena: Int64  # [n] arena id
     src_offset: Int64  # [n]
     src_stride: Int64  # [n, D]
@@ -217,30 +217,6 @@ def joined(parts: Sequence[CopyList]) -> CopyList:
         )
 
     return CopyList.concatenated([padded(part) for part in parts])
-
-
-def whole_tensors(sources: Places, destinations: Places, element_size: Int64) -> CopyList:
-    """Return copies of whole tensors, row i to row i; shapes are equal, elements have `element_size` [n] bytes."""
-    n, longest = len(sources), [len(form.shape) for form in sources.forms]
-    dims = max(longest, default=1) or 1
-
-    def padded(of: Places, name: str, lead: int) -> Int64:
-        boxes = [(lead,) * (dims - len(form.shape)) + getattr(form, name) for form in of.forms]
-        return np.array(boxes, np.int64).reshape(-1, dims)[of.form]
-
-    copies = CopyList(
-        size=padded(sources, "shape", 1),
-        element_size=element_size,
-        cast=np.zeros(n, dtype=np.int64),
-        src_arena=sources.arena,
-        src_offset=sources.offset,
-        src_stride=padded(sources, "strides", 0),
-        dst_arena=destinations.arena,
-        dst_offset=destinations.offset,
-        dst_stride=padded(destinations, "strides", 0),
-        origin=np.arange(n, dtype=np.int64),
-    )
-    return cut(copies.select(np.flatnonzero(np.prod(copies.size, axis=1) > 0)))[0]
 
 
 def cut(rows: Cuttable, limit: int = SPLIT_BYTES) -> tuple[Cuttable, Int64, Int64]:

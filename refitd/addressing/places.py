@@ -130,6 +130,8 @@ def choose(places: Mapping[int, Places], ranks: Int64, names: Sequence[str]) -> 
     return Chosen(tuple(forms), **joined)
 
 
+# --- tiles ------------------------------------------------------------------------------------------------
+
 Table = TypeVar("Table", CopyTable, CrossingTable, RegionTable)
 Box = tuple[list[int], list[int]]  # sizes, strides in bytes
 

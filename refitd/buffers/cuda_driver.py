@@ -320,6 +320,8 @@ def properties(device: int, handle_types: int = POSIX_FD, *, rdma: bool = False)
     return Properties(type=_PINNED, handle_types=handle_types, location=Location(ON_DEVICE, device), flags=flags)
 
 
+# --- streams, pinned memory, copies -----------------------------------------------------------------------
+
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _UNTIMED = 2  # CU_EVENT_DISABLE_TIMING
 _FOR_ALL_GPUS, _READ_ONLY = 1, 8  # CU_MEMHOSTREGISTER_PORTABLE and CU_MEMHOSTALLOC_PORTABLE, ..._READ_ONLY

@@ -55,6 +55,8 @@ def extent(shape: Sequence[int], strides: Sequence[int], element_size: int) -> i
     return sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + element_size
 
 
+# --- blocks -----------------------------------------------------------------------------------------------
+
 MIN_BLOCK_BYTES = 1 << 20
 MAX_BLOCKS = 64  # of one tensor
 DIGEST_BYTES = 8

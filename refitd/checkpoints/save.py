@@ -207,7 +207,7 @@ def _brought(
 
 def _take(client: Client, model: str, tensors: dict[str, torch.Tensor], timeout: float) -> int:
     """Fetch the live version into these tensors; return the version."""
-    from refitd.client.arguments import Layout
+    from refitd.client.calls import Layout
     from refitd.client.new_target import EngineOptions, register  # imports torch
 
     deadline = time.monotonic() + timeout

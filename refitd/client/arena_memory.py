@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import name_of
 from refitd.buffers.windows import WindowedArena
-from refitd.client.arguments import flag, seconds, text, whole
+from refitd.client.calls import flag, seconds, text, whole
 from refitd.errors import RefitdError, RefusedError, needing_torch
 from refitd.protocol import local
 from refitd.protocol.shards import Place

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from refitd.buffers.cuda import name_of
 from refitd.client.arena_memory import REQUEST_S, ArenaMemory
-from refitd.client.arguments import Layout, flag, hook, seconds, text
+from refitd.client.calls import Layout, flag, hook, seconds, text
 from refitd.client.connection import Connection, close_all
-from refitd.client.lifeline import Lifeline
 from refitd.client.operations import Operations
+from refitd.client.processes import Lifeline
 from refitd.client.reconnect import REGISTER_S, Give, Line
 from refitd.config import default_runtime_dir
 from refitd.errors import ConfigError, Orphaned, RefitdError, RefusedError, TransportError, needing_torch

@@ -26,10 +26,9 @@ from refitd.buffers.arena import MappedArena
 from refitd.buffers.capacity import CLIENT_DESCRIPTORS, require_descriptors
 from refitd.buffers.cuda import MappedDeviceArena, index_of, release_dropped
 from refitd.buffers.permits import PAGE_ARENA
-from refitd.client import daemon_identity
-from refitd.client.arguments import encoded
+from refitd.client import processes
+from refitd.client.calls import Turn, check_process, encoded
 from refitd.client.notifications import Listener, Notifications
-from refitd.client.threads import Turn, check_process
 from refitd.errors import (
     DeadlineExceeded,
     PeerLost,
@@ -42,8 +41,8 @@ from refitd.errors import (
 from refitd.protocol import local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION, Decoder, Message, UnknownKind, encode
 from refitd.protocol.channel import Dealer, local_peer
+from refitd.protocol.keys import check_names
 from refitd.protocol.reports import SwapProgress
-from refitd.protocol.roles import check_names
 
 if TYPE_CHECKING:
     from refitd.client.reconnect import ArenaFiles
@@ -74,7 +73,7 @@ class Connection:
     ) -> None:
         """Connect and say hello within `timeout` seconds.
 
-        `uid` and `may_be_link` are as in `refitd.client.daemon_identity`.
+        `uid` and `may_be_link` are as in `refitd.client.processes`.
 
         Raises:
             TransportError: no daemon runs there, or it does not answer.
@@ -89,8 +88,8 @@ class Connection:
         self.files: ArenaFiles | None = None  # where descriptors of arenas are kept
         require_descriptors(CLIENT_DESCRIPTORS, "a connection to the refitd daemon")
         self._permit_page: MappedArena | MappedDeviceArena | None = None
-        whose = daemon_identity.trusted(uid)
-        self._descriptors, self.daemon = daemon_identity.enter(self.directory, whose, timeout, may_be_link=may_be_link)
+        whose = processes.trusted(uid)
+        self._descriptors, self.daemon = processes.enter(self.directory, whose, timeout, may_be_link=may_be_link)
         self._fetching = Turn("an arena is being fetched")
         self._decoder: Decoder[local.ClientReply] = Decoder(local.ClientReply)
         self._small: Decoder[sidecar.DescriptorReply] = Decoder(sidecar.DescriptorReply, handoff.MAX_DATAGRAM)
@@ -98,7 +97,7 @@ class Connection:
             greeting = self._receive_descriptor()[0]
             if not isinstance(greeting, sidecar.Greeting):
                 raise ProtocolError(f"the daemon in {directory} greeted with {type(greeting).__name__}")
-            endpoint = daemon_identity.message_socket(self.directory, greeting.endpoint, self.daemon)
+            endpoint = processes.message_socket(self.directory, greeting.endpoint, self.daemon)
         except BaseException:
             self._descriptors.close()
             raise

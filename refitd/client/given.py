@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from refitd.client.arguments import MAX_NAME, whole
+from refitd.client.calls import MAX_NAME, whole
 from refitd.describe.layout import canonical_name
 from refitd.describe.memory import lazy_problem, tensor_problem
 from refitd.describe.metadata import ParameterMetadata, Roster, plain

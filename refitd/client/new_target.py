@@ -12,7 +12,7 @@ import torch
 
 from refitd.buffers.permits import Permit
 from refitd.client.arenas import Arena
-from refitd.client.arguments import Layout, flag, seconds
+from refitd.client.calls import Layout, flag, seconds
 from refitd.client.connection import Connection
 from refitd.client.given import NONE, Keeps, checked_part, offered_by
 from refitd.client.ownership import Owned, check_shared, registering, sharing

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from refitd.client.arguments import MAX_SMALL, flag, hook, seconds, text, whole
-from refitd.client.threads import awaitable, check_process
+from refitd.client.calls import MAX_SMALL, awaitable, check_process, flag, hook, seconds, text, whole
 from refitd.errors import DeadlineExceeded, RefusedError
 from refitd.protocol import local
 from refitd.protocol.base import MAX_TEXT_BYTES

@@ -15,8 +15,8 @@ from typing import TypeVar
 from msgspec import structs
 
 from refitd.buffers.capacity import descriptors_left
+from refitd.client.calls import check_process
 from refitd.client.connection import Connection
-from refitd.client.threads import check_process
 from refitd.errors import ArenaError, Orphaned, PeerLost, RefitdError, RefusedError, TransportError
 from refitd.protocol import local
 from refitd.protocol.base import Message

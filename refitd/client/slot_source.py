@@ -20,11 +20,10 @@ from msgspec import structs
 
 from refitd.buffers.layout import ALIGNMENT
 from refitd.buffers.written import Written
-from refitd.client.arguments import whole
+from refitd.client.calls import Turn, check_process, whole
 from refitd.client.connection import Connection
 from refitd.client.reconnect import Give, Line, renumbered
 from refitd.client.source_tensors import rounded_in
-from refitd.client.threads import Turn, check_process
 from refitd.describe.metadata import ParameterMetadata
 from refitd.errors import PeerLost, RefitdError, RefusedError, TransportError, from_code
 from refitd.protocol import local

@@ -9,15 +9,14 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from refitd.client.arguments import Layout, seconds, whole
+from refitd.client.calls import Layout, awaitable, check_process, seconds, whole
 from refitd.client.connection import Connection
 from refitd.client.given import NONE, Keeps, Tensors, checked_part, refuse_all
 from refitd.client.reconnect import Line, renumbered
 from refitd.client.slot_source import Progress, SlotSource, Slotted, SourceSlots, register_slots
 from refitd.client.source_tensors import MXFP8Offer, SourceCasts, SourceTensors
-from refitd.client.threads import awaitable, check_process
 from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.ties import tie_problems
+from refitd.describe.names import tie_problems
 from refitd.errors import DeadlineExceeded, RefusedError, from_code
 from refitd.protocol import local
 from refitd.protocol.base import Message

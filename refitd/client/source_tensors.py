@@ -22,14 +22,13 @@ from refitd.client.given import (
     unmatched,
 )
 from refitd.client.tensors import TensorSet, fingerprint, is_one_memory
-from refitd.describe.casts import FLOATING, cast_problem
 from refitd.describe.layout import canonical_name
 from refitd.describe.memory import extents, out_of_reach
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.module import is_dtensor
+from refitd.describe.names import tie_by_memory
 from refitd.describe.renames import Names
-from refitd.describe.ties import tie_by_memory
-from refitd.dtypes import dtype_name
+from refitd.dtypes import FLOATING, cast_problem, dtype_name
 from refitd.errors import RefusedError
 from refitd.mxfp8.buffers import quantize
 from refitd.mxfp8.format import BLOCK, Rounding, Scratch

@@ -13,13 +13,12 @@ import torch
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import name_of
 from refitd.client.arenas import Arena, Wrote, copy_bytes, number_of
-from refitd.client.arguments import Layout, seconds, whole
+from refitd.client.calls import Layout, check_process, seconds, whole
 from refitd.client.connection import Connection
 from refitd.client.given import held_of_given
 from refitd.client.reconnect import Line
 from refitd.client.slot_source import Progress, SlotSource, Slotted, SourceSlots, register_slots
 from refitd.client.source_tensors import SourceCasts
-from refitd.client.threads import check_process
 from refitd.describe.memory import HOST
 from refitd.describe.metadata import ParameterMetadata, plain
 from refitd.describe.renames import Names, rename

@@ -16,11 +16,11 @@ from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import MappedDeviceArena, release_dropped
 from refitd.buffers.windows import WindowedArena, WindowPair
 from refitd.client.arenas import Arena, Home
+from refitd.client.calls import check_process
 from refitd.client.commit_state import CommitState
 from refitd.client.ownership import SharedOwners
 from refitd.client.reconnect import Give
 from refitd.client.target_tensors import LiveChecks, TargetTensors
-from refitd.client.threads import check_process
 from refitd.commit.rank_state import (
     Begun,
     Exchanged,

@@ -15,14 +15,13 @@ from msgspec import structs
 
 from refitd.buffers.permits import Permit
 from refitd.client.arenas import Arena
-from refitd.client.arguments import MAX_COUNT, flag, seconds, whole
+from refitd.client.calls import MAX_COUNT, awaitable, check_process, flag, seconds, whole
 from refitd.client.commit_state import CommitPoints, CommitState
 from refitd.client.connection import Connection
 from refitd.client.ownership import Owned, SharedOwners, own
 from refitd.client.reconnect import Give, Line, renumbered
 from refitd.client.take_over import ArenaPair, TakeOver
 from refitd.client.target_tensors import TargetTensors
-from refitd.client.threads import awaitable, check_process
 from refitd.commit.rank_state import Bond, RankStep, Suspended, Woken
 from refitd.errors import RefitdError, RefusedError
 from refitd.protocol import local

@@ -18,17 +18,16 @@ import torch
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.layout import Elements, blocks_of, compare, digest, extent, packed, row_major_strides
 from refitd.client.arenas import Arena
+from refitd.client.calls import Turn
 from refitd.client.connection import Connection
 from refitd.client.given import NONE, Keeps, Tensors, cuts_of, held_here, problem_of, refuse_all
 from refitd.client.ownership import WrittenMemory
 from refitd.client.tensors import TensorSet, fingerprint
-from refitd.client.threads import Turn
-from refitd.describe.casts import FLOATING, cast_problem
 from refitd.describe.layout import canonical_name, global_shape_of, tiles_of
 from refitd.describe.memory import HOST, gpu_of, tensor_problem
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.renames import Names
-from refitd.dtypes import dtype_name
+from refitd.dtypes import FLOATING, cast_problem, dtype_name
 from refitd.errors import CommitError, PlanError, RefitdError, RefusedError
 from refitd.mxfp8.buffers import CheckedBuffer, held_of, holds_columns
 from refitd.mxfp8.format import TILE, Rounding
@@ -310,6 +309,8 @@ def _twice(metas: Sequence[ParameterMetadata], buffers: Mapping[str, CheckedBuff
             boxes[tile.tensor].append((m.name, tile.offset, end))
     return problems
 
+
+# --- checks between commits -------------------------------------------------------------------------------
 
 # Longer than any commit: a commit waits up to a minute for a worker's copy.
 STILL_S = 600.0

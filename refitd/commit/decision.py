@@ -450,6 +450,9 @@ ROWS: Mapping[_Key, Row] = {
 }
 
 
+# --- ranks that return ------------------------------------------------------------------------------------
+
+
 class Verdict(enum.Enum):
     """The outcome for the staged version of a rank that returns."""
 

@@ -9,15 +9,15 @@ from msgspec import Struct
 
 from refitd.clusters import ClusterSpeeds
 from refitd.coordinator.descriptions import ShardRead
-from refitd.coordinator.journals.base import Drain, Recovered, SwapRecord
+from refitd.coordinator.journals import Drain, Recovered, SwapRecord
 from refitd.coordinator.paths import Wiring
 from refitd.coordinator.plans import LoadedPlan
 from refitd.describe.metadata import Roster
 from refitd.errors import RefitdError
-from refitd.events import Busy, Log, Tick
 from refitd.protocol import cluster
 from refitd.protocol.base import Message
-from refitd.protocol.roles import ANYONE, Allowed
+from refitd.protocol.keys import ANYONE, Allowed
+from refitd.states import Busy, Log, Tick
 
 # A waiter for an answer: (connection of a daemon, number of its request).
 Waiter = tuple[bytes, int]

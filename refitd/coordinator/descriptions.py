@@ -26,7 +26,7 @@ from refitd.mxfp8.parts import MARK, converted_by_senders, part_of
 from refitd.plan.completion import Said
 from refitd.protocol.base import decoded, fields_of, inflated
 from refitd.protocol.cluster import AddShard
-from refitd.protocol.roles import check_tensor_names
+from refitd.protocol.keys import check_tensor_names
 from refitd.protocol.shards import Shard, WireTensor, metadata_of
 
 # Limits: bytes of one shard, or of one node's share of a swap (the sum of thousands fits a message's integers), and

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from refitd.coordinator.descriptions import canonical_names
 from refitd.coordinator.members import Member, Membership
-from refitd.describe.casts import Offered, unrounded
+from refitd.dtypes import Offered, unrounded
 from refitd.errors import RefusedError
 from refitd.mxfp8.parts import MARK, is_convertible, part_name, part_of
 from refitd.protocol.shards import KeptTensor, Shard, WireTensor

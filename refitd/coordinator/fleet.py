@@ -18,12 +18,12 @@ import numpy.typing as npt
 from refitd.clusters import ClusterSpeeds
 from refitd.commit import swap_events
 from refitd.commit.decision import Phase, Swap, fence_reason
-from refitd.commit.steps import FlipSteps
+from refitd.commit.lockstep import FlipSteps
 from refitd.config import Config, ModelConfig
 from refitd.coordinator.actions import Answer, Effects, Remember, Send, Waiter
 from refitd.coordinator.descriptions import Descriptions
 from refitd.coordinator.inquiries import Checks, Traces
-from refitd.coordinator.journals.base import Drained, Journal, LiveVersion, SwapRecord
+from refitd.coordinator.journals import Drained, Journal, LiveVersion, SwapRecord
 from refitd.coordinator.live_versions import AbsentRanks, LiveVersions, Recovery
 from refitd.coordinator.members import Controller, Lost, Member, Membership, Node, by_node
 from refitd.coordinator.plans import LoadedPlan, PlanCache

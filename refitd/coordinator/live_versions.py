@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from refitd.coordinator.actions import Effects, Remember
-from refitd.coordinator.journals.base import MAX_SEQUENCE, Journal, LiveVersion, Recovered, SwapRecord
+from refitd.coordinator.journals import MAX_SEQUENCE, Journal, LiveVersion, Recovered, SwapRecord
 from refitd.coordinator.members import Member
 from refitd.protocol.base import clipped
 from refitd.protocol.cluster import LiveClaim

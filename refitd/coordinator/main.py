@@ -17,7 +17,7 @@ from refitd import service
 from refitd.buffers.arena import die_with_parent
 from refitd.buffers.capacity import SERVER_DESCRIPTORS, raise_descriptor_limit, require_descriptors
 from refitd.config import Config, EtcdPlace
-from refitd.coordinator.journals.base import Journal, LeadLost
+from refitd.coordinator.journals import Journal, LeadLost
 from refitd.coordinator.journals.etcd import LOOK_S, EtcdJournal, Lead, check_place
 from refitd.coordinator.journals.file import FileJournal
 from refitd.coordinator.journals.gateway import Gateway, NotReached

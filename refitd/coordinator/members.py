@@ -13,13 +13,13 @@ import numpy.typing as npt
 
 from refitd.caches import BoundedCache
 from refitd.coordinator.descriptions import Described, Registered
-from refitd.coordinator.journals.base import Drained, LiveVersion
+from refitd.coordinator.journals import Drained, LiveVersion
 from refitd.coordinator.plans import HeldParts
 from refitd.protocol import local
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.cluster import AddShard
+from refitd.protocol.keys import ANYONE, Allowed
 from refitd.protocol.reports import LostNode, NodeStatus, ReplicaName
-from refitd.protocol.roles import ANYONE, Allowed
 from refitd.states import CommitMode, ServingState, TransferMode
 from refitd.text import brief, target_rank
 

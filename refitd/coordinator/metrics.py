@@ -14,12 +14,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from refitd.config import Config
 from refitd.coordinator.actions import Event, FromNode, Instruction, Remember
 from refitd.coordinator.fleet import Fleet, ModelState
-from refitd.coordinator.journals.base import SwapRecord
+from refitd.coordinator.journals import SwapRecord
 from refitd.coordinator.members import serving_state
-from refitd.events import Busy, Log
 from refitd.metrics.exporter import Exporter, Labelled, add_build_info
 from refitd.protocol.cluster import StageDone
-from refitd.states import SwapOutcome
+from refitd.states import Busy, Log, SwapOutcome
 
 # Seconds. Swaps take milliseconds to minutes, a journal write 0.1 ms to seconds on a bad disk.
 _SWAP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

@@ -15,7 +15,7 @@ from refitd.config import Config
 from refitd.coordinator import swap_queue
 from refitd.coordinator.actions import DrainWritten, FilesRead, FromNode, Waiter, WriteDrain
 from refitd.coordinator.fleet import Fleet, Running, Turn
-from refitd.coordinator.journals.base import Drain
+from refitd.coordinator.journals import Drain
 from refitd.coordinator.members import Membership, Node
 from refitd.coordinator.preparation import use_speeds
 from refitd.coordinator.registrations import forget_node
@@ -24,8 +24,8 @@ from refitd.errors import ConfigError, ProtocolError, RefusedError
 from refitd.plan.cost import EQUAL, Cables
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION, check_version, shown
+from refitd.protocol.keys import Allowed
 from refitd.protocol.reports import DrainedSource, DrainReport, ForgetReport, ReloadReport, ReplicaName
-from refitd.protocol.roles import Allowed
 
 # Daemons send a heartbeat every second. After this long without one a node's members count as lost.
 NODE_SILENCE_S = 10.0

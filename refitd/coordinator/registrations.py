@@ -12,7 +12,7 @@ from refitd.config import ModelConfig
 from refitd.coordinator import controllers, preparation, swap_queue, swaps
 from refitd.coordinator.actions import WriteDrain
 from refitd.coordinator.fleet import MAX_HISTORY, ModelState, Turn
-from refitd.coordinator.journals.base import Drain
+from refitd.coordinator.journals import Drain
 from refitd.coordinator.members import Arenas, CatchUp, Lost, Member, Membership, Node, Place, Published
 from refitd.coordinator.publications import MAX_VERSIONS, room_changed
 from refitd.errors import RefusedError

@@ -9,7 +9,7 @@ import msgspec
 from refitd.commit.decision import Phase, Swap
 from refitd.coordinator.eligibility import kept_names
 from refitd.coordinator.fleet import Fleet, ModelState, Running
-from refitd.coordinator.journals.base import LiveVersion, SwapRecord
+from refitd.coordinator.journals import LiveVersion, SwapRecord
 from refitd.coordinator.members import Member, Membership, commit_mode, serving_state
 from refitd.protocol.base import PROTOCOL_VERSION, clipped
 from refitd.protocol.cluster import EpochPlan
@@ -193,7 +193,7 @@ def status_report(fleet: Fleet, now: float) -> StatusReport:
             msgspec.structs.replace(node.status, silent_s=max(0.0, now - node.last_heard))
             for _, node in sorted(fleet.nodes.items())
         ),
-        models=tuple(_model_status(state, fleet) for state in states),
+        models=tuple(_model_status(state) for state in states),
         links=tuple(link for state in states for link in _links(state, service)),
         drained=tuple(sorted(fleet.drained)),
         protocol=PROTOCOL_VERSION,
@@ -271,7 +271,7 @@ def _service_of(epoch: EpochPlan, source: str, target: str) -> str:
     return epoch.gpu_service if gpus.get(source) and gpus.get(target) else epoch.service
 
 
-def _model_status(state: ModelState, fleet: Fleet) -> ModelStatus:
+def _model_status(state: ModelState) -> ModelStatus:
     membership, offered = state.membership, state.membership.offered()
     return ModelStatus(
         model=membership.name,

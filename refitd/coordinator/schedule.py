@@ -17,7 +17,7 @@ from refitd.coordinator.actions import Waiter
 from refitd.coordinator.descriptions import canonical_names
 from refitd.coordinator.eligibility import check_targets, spare_run, version_to_swap
 from refitd.coordinator.fleet import ModelState, Running
-from refitd.coordinator.journals.base import Journal, LiveVersion
+from refitd.coordinator.journals import Journal, LiveVersion
 from refitd.coordinator.members import Forms, Member, Membership, poison
 from refitd.coordinator.plans import LoadedPlan
 from refitd.coordinator.reports import source_reports

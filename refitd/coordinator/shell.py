@@ -19,13 +19,12 @@ from refitd.config import Config
 from refitd.coordinator import actions as act
 from refitd.coordinator.descriptions import ShardRead, unpack_shard
 from refitd.coordinator.fleet import Ids
-from refitd.coordinator.journals.base import Journal, LeadLost, SwapRecord
+from refitd.coordinator.journals import Journal, LeadLost, SwapRecord
 from refitd.coordinator.nodes import cables_for, read_cluster
 from refitd.coordinator.plan_reports import completed
 from refitd.coordinator.plans import PlanMemory, make_plan
 from refitd.coordinator.state import CoordinatorState
 from refitd.errors import CommitError, PlanError, ProtocolError, RefitdError, RefusedError
-from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle
 from refitd.protocol import cluster
 from refitd.protocol.base import (
@@ -38,9 +37,10 @@ from refitd.protocol.base import (
     request_of,
 )
 from refitd.protocol.channel import Received, Router, framed, hear_out
+from refitd.protocol.keys import ANYONE, Allowed
 from refitd.protocol.local import Failure
-from refitd.protocol.roles import ANYONE, Allowed
 from refitd.security import coordinator_keys
+from refitd.states import Busy, Log, Tick
 
 if TYPE_CHECKING:
     from refitd.coordinator.metrics import CoordinatorMonitor

@@ -31,17 +31,17 @@ from refitd.coordinator.descriptions import unpack_shard
 from refitd.coordinator.eligibility import unrounded_by
 from refitd.coordinator.fleet import MAX_HISTORY, Fleet, Ids, Models, ModelState, Turn
 from refitd.coordinator.inquiries import Traces
-from refitd.coordinator.journals.base import Drained, Journal, SwapRecord
+from refitd.coordinator.journals import Drained, Journal, SwapRecord
 from refitd.coordinator.live_versions import AbsentRanks, LiveVersions, Recovery
 from refitd.coordinator.members import Node
 from refitd.coordinator.nodes import NODE_SILENCE_S
 from refitd.coordinator.reports import history_report, model_description, status_report
 from refitd.errors import RefitdError, RefusedError
-from refitd.events import Busy, Tick
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message
+from refitd.protocol.keys import check_names, check_role
 from refitd.protocol.reports import GetTrace, NodeTrace
-from refitd.protocol.roles import check_names, check_role
+from refitd.states import Busy, Tick
 
 
 class CoordinatorState(Fleet):

@@ -11,13 +11,12 @@ import msgspec
 
 from refitd.commit import decision, swap_events
 from refitd.commit.decision import Phase
-from refitd.commit.lockstep import Reached
-from refitd.commit.steps import CommitAtStep, Silent
+from refitd.commit.lockstep import CommitAtStep, Reached, Silent
 from refitd.coordinator import controllers, preparation
 from refitd.coordinator.actions import Decide, Remember
 from refitd.coordinator.descriptions import MAX_BYTES
 from refitd.coordinator.fleet import ModelState, Running, Together, Turn
-from refitd.coordinator.journals.base import LiveVersion, SwapRecord
+from refitd.coordinator.journals import LiveVersion, SwapRecord
 from refitd.coordinator.members import Member, by_node
 from refitd.coordinator.paths import paths_of
 from refitd.coordinator.reports import late_report, swap_progress, swap_report

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from refitd.addressing.copies import CopyList
 from refitd.buffers.layout import extent
-from refitd.describe.casts import CASTS, DESTINATION_SIZES, SOURCE_SIZES
+from refitd.dtypes import CASTS, DESTINATION_SIZES, SOURCE_SIZES
 from refitd.errors import TransportError
 
 # bytes of a unit -> units that one program copies

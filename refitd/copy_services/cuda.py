@@ -30,7 +30,7 @@ from refitd.copy_services.boxes import Row, Table, box, rows, tables
 from refitd.copy_services.copy_engines import Engine, EngineJob, mismatch
 from refitd.copy_services.parts import Part, PartsJob
 from refitd.copy_services.waits import Deadline, DeviceStream, poll
-from refitd.describe.casts import CASTS
+from refitd.dtypes import CASTS
 from refitd.errors import TransportError
 
 # Bytes between two progress reports: about 0.1 ms of copying. As many are queued while one is reported.

@@ -24,12 +24,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from refitd.addressing.between_nodes import TransferList
+from refitd.addressing.paths import TransferList
 from refitd.addressing.places import extent_of, of_items
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import MappedDeviceArena
-from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
-from refitd.dtypes import TILE_ITEMS
+from refitd.dtypes import DESTINATION_SIZES, SOURCE_SIZES, TILE_ITEMS
 from refitd.errors import TransportError
 from refitd.mxfp8.format import TILE
 from refitd.mxfp8.parts import Converter

@@ -17,8 +17,7 @@ from refitd.addressing.copies import CopyList
 from refitd.addressing.places import extent_of, of_items
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services import Arriving, Capabilities, DigestMismatch, MappedCopyService, PreparedJob, RunResult
-from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
-from refitd.dtypes import TILE_ITEMS
+from refitd.dtypes import DESTINATION_SIZES, SOURCE_SIZES, TILE_ITEMS
 from refitd.errors import TransportError
 from refitd.mxfp8.parts import Converter
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from refitd.daemon.members import Registration
 from refitd.errors import RefitdError
-from refitd.events import Busy, Log, Tick
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message
-from refitd.protocol.roles import ALL_ROLES
+from refitd.protocol.keys import ALL_ROLES
+from refitd.states import Busy, Log, Tick
 
 # A checked registration, or the reason of its refusal.
 Prepared = Registration | RefitdError

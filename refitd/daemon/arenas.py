@@ -11,8 +11,8 @@ from refitd.commit.target_state import Step, restoring
 from refitd.daemon.actions import ArenasMade, ArenasRefused, CloseArena, MakeArenas, SwitchArenas
 from refitd.daemon.effects import Effects, MemberArenas, WantedArenas
 from refitd.daemon.jobs import JobTable, WorkerArenas
+from refitd.daemon.links import ClientSession
 from refitd.daemon.members import Arena, LocalMember
-from refitd.daemon.sessions import ClientSession
 from refitd.errors import ArenaError, RefitdError, RefusedError
 from refitd.protocol.local import RegisterTarget
 from refitd.protocol.reports import GpuStatus

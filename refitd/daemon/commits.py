@@ -17,11 +17,10 @@ from refitd.commit.target_state import (
     Step,
 )
 from refitd.daemon.arenas import LocalArenas
-from refitd.daemon.coordinator_link import CoordinatorLink
 from refitd.daemon.effects import ControllerIntroduced, Effects, Replace
+from refitd.daemon.links import ClientSession, CoordinatorLink
 from refitd.daemon.members import LocalMember
 from refitd.daemon.new_members import member_id
-from refitd.daemon.sessions import ClientSession
 from refitd.errors import IllegalTransition, RefusedError
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message, clipped

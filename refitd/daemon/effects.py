@@ -11,9 +11,9 @@ from refitd.commit.target_state import Event, Suspended, Woken, WokenEmpty, step
 from refitd.daemon.actions import Instruction, ToClient, ToCoordinator, ToWorker
 from refitd.daemon.members import BaseVersion, LocalMember
 from refitd.errors import IllegalTransition, RefitdError
-from refitd.events import Log
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message
+from refitd.states import Log
 from refitd.text import brief
 
 # --- notes ------------------------------------------------------------------------------------------------

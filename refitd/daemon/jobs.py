@@ -6,8 +6,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from refitd.addressing.between_nodes import TransferList
 from refitd.addressing.copies import ConversionList, CopyList
+from refitd.addressing.paths import TransferList
 from refitd.daemon.effects import Effects, Unwritten
 from refitd.protocol import cluster, local, sidecar
 

@@ -29,7 +29,6 @@ from refitd.daemon.router import handle
 from refitd.daemon.state import DaemonState
 from refitd.daemon.workers import SYSFS, Kit, Workers, cpus_of, lanes_of, variables, visible_gpus
 from refitd.errors import ConfigError, ProtocolError
-from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle, setup
 from refitd.metrics import opened
 from refitd.protocol import cluster, local, sidecar
@@ -37,6 +36,7 @@ from refitd.protocol.base import LARGE_FRAME, BadMessage, Decoder, OrderedDecode
 from refitd.protocol.channel import hear_out, local_peer
 from refitd.protocol.keys import ClientKeys
 from refitd.security import daemon_keys, node_users
+from refitd.states import Busy, Log, Tick
 
 if TYPE_CHECKING:
     from refitd.daemon.metrics import DaemonMonitor

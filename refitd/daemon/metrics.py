@@ -12,11 +12,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from refitd.config import Config
 from refitd.daemon.actions import Event, Instruction, RestartWorker, ToCoordinator, WorkerDied, WorkerSaid
 from refitd.daemon.state import DaemonState
-from refitd.events import Busy, Log
 from refitd.metrics.exporter import Exporter, Labelled, add_build_info
 from refitd.protocol.local import CommitDone
 from refitd.protocol.reports import NodeStatus
 from refitd.protocol.sidecar import RunDone
+from refitd.states import Busy, Log
 
 # Seconds. A flip takes microseconds, a copy of a large shard seconds.
 _PAUSE_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)

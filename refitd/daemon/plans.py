@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import numpy.ma  # np.unique loads it at its first call, which may be when no file can be opened
 
-from refitd.addressing.between_nodes import NodeTransfers, node_transfers
 from refitd.addressing.copies import constant_bytes
+from refitd.addressing.paths import NodeTransfers, node_transfers
 from refitd.daemon.arenas import LocalArenas
 from refitd.daemon.effects import Constants, Effects, WantedArenas
 from refitd.daemon.jobs import JobTable, LocalEpochs, gpu_seats

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from refitd.buffers.written import WHOLE, Spans, Written
-from refitd.daemon.coordinator_link import CoordinatorLink
 from refitd.daemon.effects import Announced, Effects
+from refitd.daemon.links import CoordinatorLink
 from refitd.daemon.members import LocalMember, Slot, SourceSide, WaitingPublish
 from refitd.daemon.swaps import LocalSwaps
 from refitd.errors import DeadlineExceeded, RefitdError, RefusedError, TransportError

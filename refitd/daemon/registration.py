@@ -13,7 +13,6 @@ from msgspec import structs
 from refitd.commit.target_state import ContentRefused, ContentRestored, Live, Step, Suspended, Woken, WokenEmpty
 from refitd.daemon.actions import Prepared
 from refitd.daemon.arenas import LocalArenas, RetainedTargets, is_restoring
-from refitd.daemon.coordinator_link import CoordinatorLink, Permits
 from refitd.daemon.effects import (
     Asked,
     Described,
@@ -27,9 +26,9 @@ from refitd.daemon.effects import (
     Slept,
     WantedArenas,
 )
+from refitd.daemon.links import ClientSession, CoordinatorLink, Permits
 from refitd.daemon.members import Arena, LocalMember, Registration, Slot, SourceSide, TargetMemory
 from refitd.daemon.new_members import checked, member_id, new_member
-from refitd.daemon.sessions import ClientSession
 from refitd.daemon.verification import Proofs, ReturningRank
 from refitd.errors import IllegalTransition, RefitdError, RefusedError, TransportError
 from refitd.protocol import cluster, local

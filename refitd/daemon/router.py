@@ -51,15 +51,15 @@ from refitd.daemon.effects import (
     Waiting,
     WantedArenas,
 )
+from refitd.daemon.links import ClientSession
 from refitd.daemon.registration import PART_OF_TIMEOUT
-from refitd.daemon.sessions import ClientSession
 from refitd.daemon.state import DaemonState
 from refitd.errors import ProtocolError, RefitdError
-from refitd.events import Busy, Tick
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message
+from refitd.protocol.keys import check_names, check_role
 from refitd.protocol.reports import GetTrace
-from refitd.protocol.roles import check_names, check_role
+from refitd.states import Busy, Tick
 
 
 def handle(state: DaemonState, event: Event, now: float) -> list[Instruction]:

@@ -9,23 +9,29 @@ from refitd import __version__
 from refitd.daemon.arenas import LocalArenas, RetainedTargets, is_restoring
 from refitd.daemon.commits import Commits, LocalControllers
 from refitd.daemon.comparisons import RegionDigests, Spares
-from refitd.daemon.coordinator_link import COORDINATOR_SILENCE_S, CoordinatorClock, CoordinatorLink, Permits
 from refitd.daemon.digest_work import DigestQueue
 from refitd.daemon.effects import Effects
 from refitd.daemon.jobs import JobTable, LocalEpochs, WorkerArenas
+from refitd.daemon.links import (
+    COORDINATOR_SILENCE_S,
+    ClientSession,
+    CoordinatorClock,
+    CoordinatorLink,
+    Permits,
+    RefusedRegistrations,
+)
 from refitd.daemon.members import Arena, LocalMember
 from refitd.daemon.plans import LocalPlans
 from refitd.daemon.publishing import Publishing
 from refitd.daemon.registration import LocalRegistrations, Registering
-from refitd.daemon.sessions import ClientSession, RefusedRegistrations
 from refitd.daemon.swaps import LocalSwaps
 from refitd.daemon.timeline import Timeline
 from refitd.daemon.verification import Proofs
 from refitd.errors import RefusedError
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION, clipped
+from refitd.protocol.keys import check_role
 from refitd.protocol.reports import LaneStatus, NodeStatus
-from refitd.protocol.roles import check_role
 from refitd.text import brief
 
 

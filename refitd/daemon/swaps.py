@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from refitd.addressing.between_nodes import transfers_of
 from refitd.addressing.copies import CopyList, address, fill_copies, joined, pieces_of
+from refitd.addressing.paths import transfers_of
 from refitd.addressing.places import Places
 from refitd.buffers.written import Spans
 from refitd.commit.target_state import StageBegan, StageFinished, step_of

@@ -17,8 +17,8 @@ from refitd.daemon.actions import (
     WorkerDied,
     WorkerSaid,
 )
-from refitd.daemon.coordinator_link import Alignment, CoordinatorClock
 from refitd.daemon.jobs import JobTable
+from refitd.daemon.links import Alignment, CoordinatorClock
 from refitd.daemon.members import LocalMember
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.reports import MAX_SPANS, GetTrace, NodeTrace, TraceSpan

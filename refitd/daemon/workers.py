@@ -279,6 +279,8 @@ def _memory_file(block: bytes) -> int:
     return fd
 
 
+# --- devices of workers -----------------------------------------------------------------------------------
+
 SYSFS = Path("/sys")
 MAIN_MEMORY = "main"  # in node.cards: the workers without a GPU
 

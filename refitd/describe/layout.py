@@ -23,9 +23,8 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from refitd.describe.casts import PAIRS, cast_problem
 from refitd.describe.metadata import ParameterMetadata, Repeat, Tile
-from refitd.dtypes import dtype_name, element_size, fill_problem
+from refitd.dtypes import PAIRS, cast_problem, dtype_name, element_size, fill_problem
 from refitd.errors import PlanError
 
 MAX_ELEMENTS = 2**48

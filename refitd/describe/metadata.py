@@ -97,7 +97,7 @@ class ParameterMetadata:
         aliases: other canonical names of this weight (tied embeddings). A destination tensor that no source has is fed
             from a tensor tied to it, whichever end declares the tie; see `refitd.plan.layouts`.
         cast_from: for a destination, the sources' dtype, if it is to be converted. For a source that rounds this tensor
-            when it publishes, the dtype before rounding. The supported casts are in `refitd.describe.casts`.
+            when it publishes, the dtype before rounding. The supported casts are in `refitd.dtypes`.
         stride_is_known: False if `partition_stride` could also be 2, because it is unknown whether an fc1 is gated.
             Other descriptions of the tensor then decide; a plan that depends on an expert's unknown stride is refused.
         cast_to: for a source, a dtype that this tensor may be converted to: destinations that hold that dtype receive

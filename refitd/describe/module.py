@@ -23,10 +23,11 @@ from refitd.describe.names import (
     clean_name,
     layer_prefix_map,
     resolve_layer_prefix,
+    shared_output_names,
+    tie_by_memory,
     unwrapped,
     wrapped_paths,
 )
-from refitd.describe.ties import shared_output_names, tie_by_memory
 from refitd.errors import PlanError
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from refitd.caches import BoundedCache
 from refitd.copy_services.peers import Peers
 from refitd.copy_services.waits import Deadline
 from refitd.describe.metadata import ParameterMetadata, Roster, Tile
-from refitd.describe.ties import digest_of
+from refitd.describe.names import digest_of
 from refitd.errors import PlanError, ProtocolError, RefitdError
 from refitd.inprocess.rank_plan import (
     ANSWERS,

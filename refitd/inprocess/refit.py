@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from refitd.describe.names import Aliases
     from refitd.describe.renames import Names
-    from refitd.describe.ties import Aliases
     from refitd.transforms import ReshardTransform
 
 RefitBackendName = Literal["gloo", "nccl", "nvshmem"]

@@ -14,9 +14,8 @@ from refitd.describe.layout import canonical_name, global_shape_of, same_element
 from refitd.describe.memory import extents, out_of_reach, overlapping, overlaps_itself, same_memory, tensor_problem
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.module import describe_module, get_refit_tensor_dict, is_dtensor, module_tensors
-from refitd.describe.names import holds_only_module
+from refitd.describe.names import Aliases, declare_aliases, holds_only_module
 from refitd.describe.renames import Names, rename
-from refitd.describe.ties import Aliases, declare_aliases
 from refitd.dtypes import dtype_name
 from refitd.errors import PlanError, RefusedError
 from refitd.inprocess.rank_plan import RankDescribed

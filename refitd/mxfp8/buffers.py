@@ -16,9 +16,9 @@ import torch
 
 from refitd.dtypes import dtype_name
 from refitd.errors import RefusedError
-from refitd.mxfp8 import format
 from refitd.mxfp8 import format as fmt
 from refitd.mxfp8.format import BLOCK, TILE, TILE_BLOCKS, TILE_ROWS, Rounding, Scratch, swizzled_bytes, tiles_shape
+from refitd.mxfp8.format import quantize_tiles as quantize_tiles_on_host
 
 DATA_DTYPES = (torch.uint8, torch.float8_e4m3fn)
 _EXACT = (torch.Tensor, torch.nn.Parameter)
@@ -304,7 +304,7 @@ def quantize_tiles(values: torch.Tensor, data: torch.Tensor, scale: torch.Tensor
     matrices = (t.reshape(-1, *t.shape[-2:]) if t.ndim != 3 else t for t in (values.detach(), data, scale))
     for value, code, tile in zip(*matrices, strict=True):
         if value.device.type == "cpu":
-            format.quantize_tiles(value.view(torch.int16).numpy().view("uint16"), code.numpy(), tile.numpy())
+            quantize_tiles_on_host(value.view(torch.int16).numpy().view("uint16"), code.numpy(), tile.numpy())
             continue
         for row in range(0, len(value), TILE):  # a stripe of tiles at a time, to bound the memory in float32
             stripe = value[row : row + TILE].float()

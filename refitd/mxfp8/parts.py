@@ -25,10 +25,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from refitd.describe.casts import BLOCK_CASTS, Words, cast_number, converted
 from refitd.describe.layout import canonical_name, global_shape_of, layout_problems, tiles_of
 from refitd.describe.metadata import ParameterMetadata, Repeat, Roster, Tile, kinds_of
-from refitd.dtypes import dtype_name, element_size
+from refitd.dtypes import BLOCK_CASTS, Words, cast_number, converted, dtype_name, element_size
 from refitd.errors import PlanError, RefusedError
 from refitd.mxfp8.format import BLOCK, ROUNDINGS, TILE, Rounding, Scratch, quantize, quantize_tiles, scales_of
 
@@ -233,6 +232,8 @@ def is_convertible(dtype: object) -> bool:
     return dtype_name(str(dtype)) in ("bfloat16", "float32")
 
 
+# --- conversions by senders -------------------------------------------------------------------------------
+
 _ROUND_TO_BFLOAT16 = cast_number("float32", "bfloat16") or 0
 
 
@@ -245,7 +246,7 @@ class Converter:
     def __call__(self, cast: int, words: Words) -> Words:
         """Return elements or blocks after the conversion with this number, in an array of equal shape.
 
-        Blocks are void items of the sizes in `refitd.describe.casts`; tiles are [..., 128, 128]. float32 is rounded to
+        Blocks are void items of the sizes in `refitd.dtypes`; tiles are [..., 128, 128]. float32 is rounded to
         bfloat16 first.
         """
         if cast not in BLOCK_CASTS:

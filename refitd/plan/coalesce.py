@@ -30,7 +30,7 @@ class Rows(Columns):
     src_local: Ints
     dst_local: Ints
     element_size: Ints  # of the destination
-    cast: Ints  # number of the conversion, see refitd.describe.casts
+    cast: Ints  # number of the conversion, see refitd.dtypes
     origin: Ints  # [n, D] canonical coordinates of the first element
     src_offset: Ints
     src_stride: Ints  # [n, D]

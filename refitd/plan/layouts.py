@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from refitd.describe.casts import Offered, cast_number
 from refitd.describe.layout import canonical_name
 from refitd.describe.metadata import ParameterMetadata
+from refitd.dtypes import Offered, cast_number
 from refitd.plan.columns import Ints, numbered, ranges
 from refitd.text import named
 

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from refitd.describe.casts import Offered, cast_number
 from refitd.describe.layout import (
     canonical_name,
     elements,
@@ -26,7 +25,7 @@ from refitd.describe.layout import (
     tiles_of,
 )
 from refitd.describe.metadata import Alike, Names, ParameterMetadata, Roster, Tile
-from refitd.dtypes import dtype_name
+from refitd.dtypes import Offered, cast_number, dtype_name
 from refitd.errors import PlanError
 from refitd.plan.boxes import left_out
 from refitd.plan.columns import Ints, in_order, offsets_of, padded, sorted_names

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
+from refitd.dtypes import DESTINATION_SIZES, SOURCE_SIZES
 from refitd.plan.columns import Columns, Ints, distinct, range_values, ranges
 
 Int32 = npt.NDArray[np.int32]
@@ -146,7 +146,7 @@ class CopyTable(PlanTable):
     src_stride: Int64  # [n, D]
     dst_offset: Int64  # [n]
     dst_stride: Int64  # [n, D]
-    cast: Int32  # [n] number in refitd.describe.casts; 0 for none
+    cast: Int32  # [n] number in refitd.dtypes; 0 for none
 
     @property
     def src_element_size(self) -> Int32:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from refitd.describe.casts import SOURCE_SIZES
+from refitd.dtypes import SOURCE_SIZES
 from refitd.plan.boxes import StridedBox, share_a_place
 from refitd.plan.coalesce import Rows
 from refitd.plan.columns import Columns, Hashes, Ints, Memo, below, distinct, find, hashed, numbered, ranges

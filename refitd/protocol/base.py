@@ -87,6 +87,8 @@ def check_version(theirs: int, peer: str, me: str) -> None:
         )
 
 
+# --- the codec --------------------------------------------------------------------------------------------
+
 M = TypeVar("M", bound=Message)
 V = TypeVar("V", bound=msgspec.Struct)
 

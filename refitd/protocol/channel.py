@@ -323,10 +323,6 @@ class Dealer:
             self.peer = str(frames[0].get("Peer-Address"))
         return frames[0].bytes if len(frames) == 1 else b""
 
-    def send(self, request: int, message: Message) -> bool:
-        """Queue a message; False if the queue is full."""
-        return self.send_frame(encode(request, message))
-
     def send_frame(self, frame: bytes) -> bool:
         """Queue an encoded message; False if the queue is full."""
         try:

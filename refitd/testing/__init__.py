@@ -4,8 +4,7 @@ Only `refitd.testing.fixtures` imports pytest. torch is imported only once a ten
 """
 
 from refitd.testing.daemon import Cluster, Coordinator, Daemon
-from refitd.testing.members import Engine, RunningSwap
-from refitd.testing.processes import Process, ProcessFailed, eventually, stopped
+from refitd.testing.processes import Engine, Process, ProcessFailed, RunningSwap, eventually, stopped
 
 __all__ = [
     "Cluster",

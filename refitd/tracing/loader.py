@@ -10,10 +10,9 @@ from math import gcd
 import numpy as np
 import torch
 
-from refitd.describe.casts import cast_number
 from refitd.describe.layout import row_major
 from refitd.describe.metadata import ParameterMetadata, Repeat, Tile
-from refitd.dtypes import dtype_name
+from refitd.dtypes import cast_number, dtype_name
 from refitd.errors import PlanError, RefusedError
 from refitd.text import nearest
 from refitd.tracing.held_bytes import differing, tiles_of

@@ -16,8 +16,7 @@ from refitd.buffers.arena import MappedArena
 from refitd.copy_services import MappedCopyService, PreparedJob
 from refitd.copy_services.parts import Part, PartsJob
 from refitd.copy_services.registry import Registry
-from refitd.describe.casts import BLOCK_CASTS
-from refitd.dtypes import TILE_ITEMS
+from refitd.dtypes import BLOCK_CASTS, TILE_ITEMS
 from refitd.errors import ArenaError, ConfigError, RefitdError
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from refitd.addressing.between_nodes import TransferList
+from refitd.addressing.paths import TransferList
 from refitd.addressing.places import extent_of
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services import Arriving, Epoch, ExchangeService, Mailbox, PreparedJob, Route, RunResult, Transfers
 from refitd.copy_services.registry import Registry
-from refitd.describe.casts import SOURCE_SIZES
+from refitd.dtypes import SOURCE_SIZES
 from refitd.errors import ConfigError, DeadlineExceeded, TransportError
 from refitd.protocol import sidecar
 from refitd.worker.devices import Devices, torch_with_one_thread

@@ -110,6 +110,8 @@ def _fetched(span: sidecar.Span, arena: MappedDeviceArena) -> Elements:
     return found
 
 
+# --- conversions ------------------------------------------------------------------------------------------
+
 PROGRESS_BYTES = 8 << 20
 
 Bytes = npt.NDArray[np.uint8]

@@ -20,9 +20,9 @@ from refitd.copy_services.registry import Registry, installed
 from refitd.errors import ArenaError, DeadlineExceeded, PeerLost, RefitdError
 from refitd.protocol import local, sidecar
 from refitd.protocol.base import Decoder, encode
-from refitd.worker import host_jobs
 from refitd.worker.devices import Devices
 from refitd.worker.exchanges import ExchangeJob, Exchanges
+from refitd.worker.host_jobs import read
 
 # The least time between two progress reports of a run; shorter runs report only their end.
 PROGRESS_S = 0.01
@@ -233,7 +233,7 @@ class Worker:
             case local.Wrote():
                 self._daemon.wrote(message)
             case sidecar.ReadSpans():
-                self._daemon.say(host_jobs.read(message, {**self._arenas, **self._devices.arenas}))
+                self._daemon.say(read(message, {**self._arenas, **self._devices.arenas}))
 
     def _join(self, message: sidecar.JoinEpoch) -> None:
         try:

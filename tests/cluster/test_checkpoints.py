@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import refitd
 from refitd.checkpoints.safetensors import INDEX, WHOLE
-from refitd.client.arguments import Layout
+from refitd.client.calls import Layout
 from refitd.client.new_target import EngineOptions, register
 from refitd.testing import Daemon, Engine, eventually
 from tests.support import programs, shards

@@ -83,7 +83,7 @@ def test_a_coordinator_on_another_journal_lets_no_two_versions_be_served(
         shutil.copy(tmp_path / "older", journal)
     elif how == "another's":
         code = "import sys; from pathlib import Path; from refitd.coordinator.journals.file import FileJournal\n"
-        code += "from refitd.coordinator.journals.base import SwapRecord; j = FileJournal(Path(sys.argv[1]))\n"
+        code += "from refitd.coordinator.journals import SwapRecord; j = FileJournal(Path(sys.argv[1]))\n"
         code += "for v in range(9): j.write(SwapRecord(f's{v}', 'policy', v, 'decided', '', '', 1.0, run='else'))"
         subprocess.run([sys.executable, "-c", code, journal], check=True, timeout=60)
     fleet.daemon.start_coordinator()

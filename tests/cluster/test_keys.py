@@ -14,6 +14,7 @@ import zmq
 
 import refitd
 from refitd.protocol import keys, local
+from refitd.protocol.base import encode
 from refitd.protocol.channel import Dealer
 from refitd.testing import Daemon, Engine, eventually
 from tests.support.fleet import go_live
@@ -58,7 +59,7 @@ def test_peer_without_a_key_is_not_heard_not_even_over_loopback(head: Head, node
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         stranger = Dealer(context, head.endpoint)
-        stranger.send(1, local.GetStatus())
+        stranger.send_frame(encode(1, local.GetStatus()))
         said = set()
 
         def both_have_said_it() -> bool:

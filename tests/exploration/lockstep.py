@@ -1,6 +1,6 @@
 """Explore two ranks of a replica that poll in lockstep: no step of their engine may see two versions.
 
-The poll counters (`refitd.client.commit_state`) and the coordinator's choice of polls (`refitd.commit.steps`) are
+The poll counters (`refitd.client.commit_state`) and the coordinator's choice of polls (`refitd.commit.lockstep`) are
 the real ones. A step of the engine is collective: no rank ends it before both ranks have begun it.
 
     rank 0:  poll 1 | step 1 | poll 2 | step 2        step 2 is broken if rank 0 flips in poll 2
@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from refitd.client.commit_state import PollSteps
-from refitd.commit.lockstep import Reached
-from refitd.commit.steps import CommitAtStep, FlipSteps, Pass
+from refitd.commit.lockstep import CommitAtStep, FlipSteps, Pass, Reached
 from tests.exploration.worlds import Found, Violation
 
 LEASE_S = 10.0

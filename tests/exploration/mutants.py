@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from refitd.commit import decision, lockstep, rank_state, steps, target_state
+from refitd.commit import decision, lockstep, rank_state, target_state
 from tests.exploration import probes
 from tests.exploration.explore import Exploration
 from tests.exploration.lockstep import POLLS, PollExploration
@@ -41,7 +41,7 @@ TABLES = (
 MACHINES = (decision, target_state, rank_state, lockstep)
 
 # Functions that make texts for people, or reports: no rule is about them.
-TEXTS = {"__str__", "__hash__", "_refusal", "_reason", "poisoned"}
+TEXTS = {"__str__", "__hash__", "_refusal", "_reason", "_named", "poisoned"}
 
 
 PROBES, UNIT = "state probes", "unit tests"
@@ -148,15 +148,10 @@ def applied(mutant: Mutant) -> Iterator[None]:
             module.ROWS = {  # type: ignore[attr-defined]
                 key: decision.Row(changed, row.to) if row.do is before else row for key, row in table.items()
             }
-    is_user = getattr(steps, name, None) is before
-    if is_user:
-        setattr(steps, name, getattr(module, name))
     try:
         yield
     finally:
         setattr(module, name, before)
-        if is_user:
-            setattr(steps, name, before)
         if table is not None:
             module.ROWS = table  # type: ignore[attr-defined]
 

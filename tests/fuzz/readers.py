@@ -17,8 +17,8 @@ import numpy as np
 import xxhash
 
 from refitd import ParameterMetadata
-from refitd.addressing.between_nodes import TransferList, node_transfers, transfers_of
 from refitd.addressing.copies import ConversionList, CopyList, address
+from refitd.addressing.paths import TransferList, node_transfers, transfers_of
 from refitd.addressing.places import LocalTensor
 from refitd.checkpoints import safetensors as names
 from refitd.checkpoints.publish import read_checkpoint

@@ -18,7 +18,7 @@ from typing import get_args
 import msgspec
 
 import refitd
-from refitd.coordinator.journals.base import SCHEMA_VERSION, Drain, SwapRecord
+from refitd.coordinator.journals import SCHEMA_VERSION, Drain, SwapRecord
 from refitd.coordinator.journals.file import FileJournal
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION

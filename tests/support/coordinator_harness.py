@@ -8,16 +8,16 @@ from refitd import ParameterMetadata
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import actions as act
 from refitd.coordinator.fleet import Ids
-from refitd.coordinator.journals.base import Drained, LiveVersion, Recovered, SwapRecord
+from refitd.coordinator.journals import Drained, LiveVersion, Recovered, SwapRecord
 from refitd.coordinator.nodes import cables_for
 from refitd.coordinator.plan_reports import completed
 from refitd.coordinator.plans import make_plan
 from refitd.coordinator.state import CoordinatorState
 from refitd.errors import RefitdError
-from refitd.events import Log, Tick
 from refitd.protocol import cluster, local, shards
 from refitd.protocol.base import PROTOCOL_VERSION, digest_of, pack
 from refitd.protocol.reports import NodeStatus, SwapProgress, SwapReport
+from refitd.states import Log, Tick
 from tests.support.shares import Shares
 
 NO_CATCH_UP = Config(models={"m": ModelConfig(catch_up=False)})

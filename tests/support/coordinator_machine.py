@@ -15,15 +15,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from refitd.config import Config
 from refitd.coordinator import actions as act
 from refitd.coordinator.descriptions import MAX_UNUSED_SHARDS
-from refitd.coordinator.journals.base import Recovered
+from refitd.coordinator.journals import Recovered
 from refitd.coordinator.journals.file import FileJournal
 from refitd.coordinator.plan_reports import completed
 from refitd.coordinator.plans import make_plan
 from refitd.coordinator.state import NODE_SILENCE_S, CoordinatorState
 from refitd.coordinator.swap_queue import MAX_QUEUED
 from refitd.errors import CommitError, RefitdError
-from refitd.events import Log, Tick
 from refitd.protocol import cluster, local, sidecar
+from refitd.states import Log, Tick
 from tests.support.coordinator_harness import Numbered
 from tests.support.coordinator_sims import Sim
 

@@ -7,12 +7,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from refitd.buffers.layout import DIGEST_BYTES
 from refitd.daemon import actions as act
+from refitd.daemon.links import MAX_WAITING
 from refitd.daemon.publishing import MAX_OPEN
-from refitd.daemon.sessions import MAX_WAITING
 from refitd.errors import RefusedError
-from refitd.events import Tick
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION
+from refitd.states import Tick
 from tests.support.daemon_harness import FC1, SOURCE, TARGET, Harness, regions
 
 SESSIONS = (1, 2, 3)

@@ -12,7 +12,7 @@ import torch
 
 from refitd import ParameterMetadata, PlanError, RefitdError, RefusedError, Tile
 from refitd.client.arenas import number_of
-from refitd.client.arguments import encoded, flag, seconds, text, whole
+from refitd.client.calls import encoded, flag, seconds, text, whole
 from refitd.client.given import checked_wanted
 from refitd.client.source_tensors import MXFP8Offer, SourceTensors
 from refitd.client.target_tensors import Derived, TargetTensors

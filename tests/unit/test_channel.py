@@ -12,7 +12,7 @@ import zmq
 from refitd.errors import ConfigError, RefusedError
 from refitd.protocol import keys
 from refitd.protocol.channel import Dealer, Router
-from refitd.protocol.roles import Allowed
+from refitd.protocol.keys import Allowed
 
 HEAD, ALLOWED, STRANGER = (keys.generate(name) for name in ("head", "allowed", "stranger"))
 SERVER = keys.ServerKeys(HEAD, {ALLOWED.public: Allowed("allowed")})

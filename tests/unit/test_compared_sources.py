@@ -12,11 +12,11 @@ from refitd.config import Config, ModelConfig
 from refitd.coordinator.state import NODE_SILENCE_S
 from refitd.daemon import actions as act
 from refitd.daemon.digest_work import ATTEMPTS
-from refitd.events import Tick
 from refitd.plan.table import RegionTable
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION, digest_of, pack
 from refitd.protocol.shards import shard_of
+from refitd.states import Tick
 from tests.support.coordinator_harness import Harness as Fleet
 from tests.support.coordinator_harness import kinds, reports
 from tests.support.daemon_harness import FC1, SOURCE, Harness, regions

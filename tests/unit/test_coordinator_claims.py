@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from refitd.config import Config, ModelConfig
-from refitd.coordinator.journals.base import SwapRecord
+from refitd.coordinator.journals import SwapRecord
 from refitd.coordinator.live_versions import SETTLE_S
 from refitd.coordinator.reports import source_reports
 from refitd.protocol import cluster, local

@@ -9,13 +9,13 @@ import msgspec
 from msgspec import structs
 
 from refitd.config import Config
-from refitd.coordinator.journals.base import LiveVersion, SwapRecord
+from refitd.coordinator.journals import LiveVersion, SwapRecord
 from refitd.coordinator.live_versions import KEPT_DECISIONS, SETTLE_S, AbsentRanks, LiveVersions
 from refitd.coordinator.members import Place
 from refitd.coordinator.state import NODE_SILENCE_S
-from refitd.events import Tick
 from refitd.protocol import cluster, local
 from refitd.protocol.reports import HistoryEntry, HistoryReport, StatusReport
+from refitd.states import Tick
 from tests.support.coordinator_harness import NO_CATCH_UP, Harness, commit, kinds
 
 

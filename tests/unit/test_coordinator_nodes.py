@@ -9,10 +9,10 @@ from refitd.coordinator import actions as act
 from refitd.coordinator.metrics import figures
 from refitd.coordinator.state import NODE_SILENCE_S
 from refitd.errors import CommitError
-from refitd.events import Busy, Tick
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.reports import DrainReport, NodeStatus, ReplicaName, StatusReport
+from refitd.states import Busy, Tick
 from refitd_cli.view import lost_lines
 from tests.support.coordinator_harness import Harness, commit, kinds, reports
 

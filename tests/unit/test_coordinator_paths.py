@@ -7,7 +7,7 @@ import pytest
 from refitd import ParameterMetadata
 from refitd.config import Config, TransportConfig
 from refitd.protocol import cluster, local, shards
-from refitd.protocol.codec import digest_of, pack
+from refitd.protocol.base import digest_of, pack
 from refitd.protocol.plan_reports import PlanReport
 from refitd.protocol.reports import LaneStatus
 from tests.support.coordinator_harness import Harness, commit, reports

@@ -17,10 +17,10 @@ import refitd.coordinator
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import actions as act
 from refitd.coordinator.fleet import Ids
-from refitd.coordinator.journals.base import SwapRecord
+from refitd.coordinator.journals import SwapRecord
 from refitd.coordinator.state import CoordinatorState
-from refitd.events import Busy
 from refitd.protocol import cluster, local
+from refitd.states import Busy
 from tests.support.coordinator_harness import Harness, Past, commit, kinds, reports
 
 # Immutable types; copies may share their objects.

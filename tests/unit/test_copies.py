@@ -22,8 +22,7 @@ from refitd.buffers.arena import MappedArena
 from refitd.buffers.layout import extent, packed_offsets, row_major_strides
 from refitd.copy_services import DigestMismatch
 from refitd.copy_services.shm import CHUNK_BYTES, SharedMemoryService
-from refitd.describe.casts import CASTS, converted
-from refitd.dtypes import ELEMENT_SIZES
+from refitd.dtypes import CASTS, ELEMENT_SIZES, converted
 from refitd.errors import ArenaError, TransportError
 from refitd.plan.build import plan_copies
 from tests.support.arenas import arena_of

@@ -11,10 +11,10 @@ from refitd.commit.target_state import Step, TargetState
 from refitd.daemon import actions as act
 from refitd.daemon.members import BaseTrust
 from refitd.describe.metadata import Roster
-from refitd.events import Tick
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Secret
 from refitd.protocol.shards import Place, metadata_of
+from refitd.states import Tick
 from tests.support.daemon_harness import SHARD, SOURCE, TARGET, Harness, live_in_arena
 from tests.support.shares import load_of
 

@@ -15,9 +15,9 @@ from refitd.daemon.actions import ToClient, ToCoordinator
 from refitd.daemon.commits import LocalSteps
 from refitd.daemon.effects import Effects
 from refitd.errors import RefusedError, TransportError
-from refitd.events import Busy, Tick
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION
+from refitd.states import Busy, Tick
 from tests.support.daemon_harness import SHARD, TARGET, Harness
 
 

@@ -8,13 +8,13 @@ from msgspec import structs
 
 from refitd.coordinator.metrics import figures
 from refitd.daemon import actions as act
+from refitd.daemon.links import MAX_REFUSED, STOPPED_S
 from refitd.daemon.router import handle
-from refitd.daemon.sessions import MAX_REFUSED, STOPPED_S
 from refitd.errors import ArenaError, RefusedError
-from refitd.events import Tick
 from refitd.protocol import cluster, local
 from refitd.protocol.reports import NodeStatus, RefusedRegistration
 from refitd.protocol.shards import Place
+from refitd.states import Tick
 from tests.support.coordinator_harness import Harness as CoordinatorHarness
 from tests.support.daemon_harness import SHARD, SOURCE, TARGET, Harness
 

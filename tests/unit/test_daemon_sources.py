@@ -11,10 +11,10 @@ from refitd.daemon.arenas import RetainedTargets
 from refitd.daemon.members import Arena, LocalMember, TargetMemory
 from refitd.daemon.new_members import checked, new_member
 from refitd.errors import ArenaError, RefusedError
-from refitd.events import Tick
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.shards import Place
+from refitd.states import Tick
 from tests.support.daemon_harness import SHARD, SOURCE, TARGET, Harness, live_in_arena
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from refitd.daemon import actions as act
 from refitd.daemon.router import handle
-from refitd.events import Log, Tick
 from refitd.protocol import cluster, local, sidecar
+from refitd.states import Log, Tick
 from tests.support.daemon_harness import SHARD, SOURCE, TARGET, Harness
 from tests.support.shards import whole
 

@@ -19,7 +19,7 @@ from refitd.copy_services.deltas import Encoding, Note, Pace
 from refitd.copy_services.pieces import ArenaPiece, Base
 from refitd.copy_services.streams import InFlight, Stream
 from refitd.copy_services.windows import WindowExchange, _doing
-from refitd.describe.casts import DESTINATION_SIZES, cast_number
+from refitd.dtypes import DESTINATION_SIZES, cast_number
 from refitd.errors import TransportError
 from refitd.mxfp8.parts import Converter
 from tests.support.service_threads import SERVICES, TIMEOUT_S, ServiceThreads

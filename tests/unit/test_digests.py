@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from refitd import Repeat, Tile
 from refitd.copy_services import digests as device_digest
 from refitd.copy_services.digests import DeviceDigest, make_keys
-from refitd.describe.ties import digest_of
+from refitd.describe.names import digest_of
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (5, 7), (200, 300)])

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from refitd.config import EtcdConfig, EtcdPlace
-from refitd.coordinator.journals.base import SwapRecord
+from refitd.coordinator.journals import SwapRecord
 from refitd.coordinator.journals.etcd import EtcdJournal, Lead
 from refitd.coordinator.journals.gateway import Gateway, NotReached, Refused
 from refitd.errors import CommitError

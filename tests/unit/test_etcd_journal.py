@@ -10,9 +10,9 @@ from itertools import count
 import pytest
 
 from refitd.config import EtcdConfig, EtcdPlace
+from refitd.coordinator.journals import LeadLost, LiveVersion, SwapRecord
 from refitd.coordinator.journals import etcd as lead_module
 from refitd.coordinator.journals import gateway as gateway_module
-from refitd.coordinator.journals.base import LeadLost, LiveVersion, SwapRecord
 from refitd.coordinator.journals.etcd import LEASE_S, EtcdJournal, Lead, boot_clock, check_place
 from refitd.coordinator.journals.gateway import Gateway, Json, NotReached, Refused
 from refitd.errors import CommitError

@@ -12,8 +12,20 @@ import pytest
 from hypothesis import example, given, settings
 
 from refitd.client.commit_state import PollSteps
-from refitd.commit.lockstep import CALLERS_STEP, LOCKSTEP, Reached, meeting, meeting_late
-from refitd.commit.steps import MISSING_S, PATIENCE_S, ROUNDS, CommitAtStep, FlipSteps, Pass, Silent
+from refitd.commit.lockstep import (
+    CALLERS_STEP,
+    LOCKSTEP,
+    MISSING_S,
+    PATIENCE_S,
+    ROUNDS,
+    CommitAtStep,
+    FlipSteps,
+    Pass,
+    Reached,
+    Silent,
+    meeting,
+    meeting_late,
+)
 from refitd.errors import RefusedError
 
 COUNTS = st.dictionaries(st.text(max_size=3), st.integers(0, 1 << 40), min_size=2, max_size=8)

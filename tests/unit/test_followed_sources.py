@@ -17,7 +17,7 @@ from refitd.client.source import Source
 from refitd.client.source_tensors import SourceTensors
 from refitd.client.target_tensors import TargetTensors
 from refitd.describe.module import RankGroups
-from refitd.describe.ties import digest_of
+from refitd.describe.names import digest_of
 from refitd.errors import CommitError
 from refitd.protocol import local
 from refitd.protocol.base import Message

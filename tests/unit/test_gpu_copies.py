@@ -21,7 +21,7 @@ from refitd.copy_services.cuda import Pair, pair
 from refitd.daemon.actions import Instruction, ToWorker
 from refitd.daemon.effects import Effects
 from refitd.daemon.jobs import WorkerArenas, shares_of
-from refitd.describe.casts import CASTS
+from refitd.dtypes import CASTS
 from refitd.errors import ArenaError, ConfigError, TransportError
 from refitd.protocol import local, sidecar
 from refitd.protocol.reports import GpuStatus, NodeStatus

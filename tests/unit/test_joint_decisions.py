@@ -7,7 +7,7 @@ import pytest
 from refitd.commit.decision import Phase
 from refitd.config import Config, Deadlines, ModelConfig
 from refitd.coordinator import actions as act
-from refitd.coordinator.journals.base import SwapRecord
+from refitd.coordinator.journals import SwapRecord
 from refitd.coordinator.state import NODE_SILENCE_S
 from refitd.errors import CommitError
 from refitd.protocol import cluster, local

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from refitd.coordinator.journals.base import LiveVersion, SwapRecord
+from refitd.coordinator.journals import LiveVersion, SwapRecord
 from refitd.coordinator.journals.file import FileJournal
 from refitd.errors import CommitError
 from tests.support import programs
@@ -269,9 +269,9 @@ def test_a_decision_on_a_disk_that_fills_up_is_written_whole_or_refused(small: P
 WRITER = """
 import sys
 from pathlib import Path
-from refitd.coordinator.journals.base import LeadLost
+from refitd.coordinator.journals import LeadLost
 from refitd.coordinator.journals.file import FileJournal
-from refitd.coordinator.journals.base import SwapRecord
+from refitd.coordinator.journals import SwapRecord
 from refitd.errors import CommitError
 journal = FileJournal(Path(sys.argv[1]))
 journal.write(SwapRecord("s1", "m", 1, "decided", "", "", 1.0))

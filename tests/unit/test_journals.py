@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from refitd.coordinator.journals import base
-from refitd.coordinator.journals.base import Drain, Journal, LiveVersion, Recovered, SwapRecord
+from refitd.coordinator import journals
+from refitd.coordinator.journals import Drain, Journal, LiveVersion, Recovered, SwapRecord
 from refitd.coordinator.journals.etcd import EtcdJournal
 from refitd.coordinator.journals.file import FileJournal
 from refitd.errors import CommitError
@@ -167,7 +167,7 @@ def test_no_number_of_swaps_makes_a_journal_forget_what_is_live_and_what_was(
 
 def test_versions_of_long_ago_are_forgotten_of_every_model(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(kept.life), "kept", 3)
-    monkeypatch.setattr(base, "FORGET_EVERY", 10)  # an even one: decisions on two models alternate
+    monkeypatch.setattr(journals, "FORGET_EVERY", 10)  # an even one: decisions on two models alternate
     for number in range(40):
         kept.life.write(SwapRecord(f"s{number}", f"m{number % 2}", number, "decided", "", "", 1.0))
     for journal in kept.both():

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from refitd.config import Config, CoordinatorConfig, SecurityConfig
 from refitd.errors import ConfigError
 from refitd.protocol import keys
-from refitd.protocol.roles import ALL_ROLES, Allowed
+from refitd.protocol.keys import ALL_ROLES, Allowed
 from refitd.security import coordinator_keys, daemon_keys
 from refitd_cli.control import main as refitctl
 from tests.support.json_schema import check_printed

@@ -16,7 +16,7 @@ from refitd.buffers import cuda
 from refitd.buffers.cuda import MappedDeviceArena
 from refitd.copy_services.cuda import CudaCopyService
 from refitd.copy_services.waits import Deadline, DeviceStream, on_streams
-from refitd.describe.casts import CASTS
+from refitd.dtypes import CASTS
 from tests.support import fake_cuda
 from tests.support.fake_torch import device_shim
 from tests.support.places import copies_of

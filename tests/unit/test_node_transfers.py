@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from refitd.addressing.between_nodes import TransferList, lanes_of, node_transfers, transfers_of
 from refitd.addressing.copies import cut
+from refitd.addressing.paths import TransferList, lanes_of, node_transfers, transfers_of
 from refitd.addressing.places import LocalTensor, Places
 from refitd.buffers.layout import row_major_strides
 from refitd.plan.build import plan_copies

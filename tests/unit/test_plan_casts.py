@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from refitd import ParameterMetadata, Roster, Tile
-from refitd.describe.casts import CASTS, Offered, cast_number, unrounded
 from refitd.describe.layout import without_ranks
-from refitd.dtypes import ELEMENT_SIZES
+from refitd.dtypes import CASTS, ELEMENT_SIZES, Offered, cast_number, unrounded
 from refitd.plan.build import plan_copies
 from refitd.plan.table import CopyTable
 from refitd.protocol.shards import metadata_of, shard_of

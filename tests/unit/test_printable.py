@@ -20,6 +20,7 @@ from refitd.errors import ConfigError, PlanError, RefitFailed, RefusedError, Tra
 from refitd.logs import Escaped, _LineFormatter
 from refitd.protocol import local
 from refitd.protocol.base import PROTOCOL_VERSION
+from refitd.protocol.keys import check_names
 from refitd.protocol.plan_reports import DescribedMember, ModelDescription
 from refitd.protocol.reports import (
     Difference,
@@ -31,7 +32,6 @@ from refitd.protocol.reports import (
     ReplicaName,
     SwapProgress,
 )
-from refitd.protocol.roles import check_names
 from refitd.protocol.shards import Shard, shard_of
 from refitd.text import flaw, printable, printable_lines
 from refitd_cli.control import COMMANDS

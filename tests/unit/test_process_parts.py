@@ -9,7 +9,7 @@ from types import FrameType
 
 import pytest
 
-from refitd.client.threads import Turn, check_process
+from refitd.client.calls import Turn, check_process
 from refitd.errors import DeadlineExceeded, RefusedError
 from refitd.protocol.base import OrderedDecoder
 

@@ -12,13 +12,13 @@ from refitd.config import Config, NodeConfig, Role
 from refitd.coordinator import actions as act
 from refitd.coordinator import descriptions, nodes
 from refitd.daemon import actions as daemon_act
+from refitd.daemon.links import MAX_WAITING
 from refitd.daemon.publishing import MAX_OPEN
-from refitd.daemon.sessions import MAX_WAITING
 from refitd.errors import ConfigError, ProtocolError, RefusedError
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION
+from refitd.protocol.keys import ALL_ROLES, Allowed, check_role
 from refitd.protocol.reports import NodeStatus, ReloadReport
-from refitd.protocol.roles import ALL_ROLES, Allowed, check_role
 from refitd.protocol.shards import Shard, WireTensor
 from refitd.security import node_users
 from tests.support.coordinator_harness import Harness as Fleet

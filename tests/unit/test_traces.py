@@ -9,11 +9,11 @@ import pytest
 from refitd.coordinator import inquiries as collected
 from refitd.daemon import actions as act
 from refitd.daemon import timeline
-from refitd.daemon.coordinator_link import KEPT, Alignment, CoordinatorClock
-from refitd.events import Tick
+from refitd.daemon.links import KEPT, Alignment, CoordinatorClock
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.reports import MAX_SPANS, GetTrace, NodeTrace, TraceReport, TraceSpan
+from refitd.states import Tick
 from refitd_cli.traces import chrome_trace
 from tests.support.cli import FakeClient, run
 from tests.support.coordinator_harness import Harness as Head

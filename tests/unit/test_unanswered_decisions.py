@@ -14,13 +14,13 @@ import zmq
 
 from refitd.config import Config
 from refitd.coordinator import actions as act
-from refitd.coordinator.journals.base import LeadLost, SwapRecord
+from refitd.coordinator.journals import LeadLost, SwapRecord
 from refitd.coordinator.journals.file import FileJournal
 from refitd.coordinator.shell import CoordinatorShell
 from refitd.errors import CommitError
-from refitd.events import Tick
 from refitd.logs import EventLog
 from refitd.protocol.channel import Router
+from refitd.states import Tick
 
 DECIDED = SwapRecord("s1", "m", 7, "decided", "", "", 1.0)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from refitd.addressing.between_nodes import TransferList
+from refitd.addressing.paths import TransferList
 from refitd.buffers import handoff
 from refitd.copy_services import Backend, Capabilities, Epoch
 from refitd.copy_services.registry import Registry, installed

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from refitd.config import EtcdPlace
-from refitd.coordinator.journals.base import SCHEMA_VERSION, Journal, LeadLost
+from refitd.coordinator.journals import SCHEMA_VERSION, Journal, LeadLost
 from refitd.coordinator.journals.gateway import Gateway, Json, NotReached, Refused, decoded, encoded, number
 from refitd.errors import CommitError
 from refitd.text import brief, printable

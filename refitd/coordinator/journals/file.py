@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from refitd.coordinator.journals.base import SCHEMA_VERSION, Journal, LeadLost
+from refitd.coordinator.journals import SCHEMA_VERSION, Journal, LeadLost
 from refitd.errors import CommitError
 from refitd.files import check_regular
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from refitd.addressing.between_nodes import TransferList
 from refitd.addressing.copies import CopyList
+from refitd.addressing.paths import TransferList
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services import Backend
-from refitd.describe.casts import cast_number
+from refitd.dtypes import cast_number
 from refitd.errors import TransportError
 from refitd.testing.conformance.meddling import Between
 from refitd.testing.conformance.orders import Answer, Orders

@@ -22,7 +22,7 @@ SIZES = {
     "int64": 8,
     "complex128": 16,
 }
-# (held, wanted), as refitd.describe.casts has them
+# (held, wanted), as refitd.dtypes has them
 CASTS = (("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16"), ("float16", "float32"))
 # 32 elements as one, which a sender converts to MXFP8: the size of a source's block; (held, wanted), and wanted sizes
 BLOCKS = {"bfloat16[32]": 64, "float32[32]": 128}
