@@ -27,6 +27,7 @@ from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION, Decoder, digest_of, encode, pack
 from refitd.protocol.reports import LaneStatus, NodeStatus, SwapReport
 from refitd.protocol.shards import shard_of
+from refitd.states import Tick
 from tests.support.coordinator_harness import Past
 
 LANES = 8  # workers, and ranks, of each node
@@ -163,6 +164,8 @@ class Fleet:
             found.longest_turn_s = max(found.longest_turn_s, turn)
             for to, each in sent:
                 pending += [(to, answer, 0) for answer in self._answers(to, each)]
+            if self.state.unsent and not pending:
+                pending.append(Tick())
 
     def _count(self, message: object, frame: bytes) -> None:
         self.figures.messages[type(message).__name__] += 1

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -43,7 +43,15 @@ class NodeConfig(Section, frozen=True):
     max_arena_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 1 << 46  # all arenas together
     keep_targets_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 600.0  # how long to retain dead engines' staging
     address: Annotated[str, msgspec.Meta(max_length=200)] = ""  # where other nodes' workers reach this node's workers
+    # "FIRST-LAST": the ports at which its workers listen, one for each; "": any free ones
+    worker_ports: Annotated[str, msgspec.Meta(pattern=r"^([0-9]{1,5}-[0-9]{1,5})?$")] = ""
     cards: dict[str, str] = {}  # {GPU's UUID or number, or "main": network card}; others use the closest (workers.py)
+
+    @property
+    def worker_port_range(self) -> Sequence[int]:
+        """The ports that workers may listen at; 0 is any."""
+        first, _, last = self.worker_ports.partition("-")
+        return range(int(first), int(last) + 1) if self.worker_ports else (0,)
 
 
 class CoordinatorConfig(Section, frozen=True):

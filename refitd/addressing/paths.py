@@ -9,7 +9,7 @@ on the sizes and the order of the rows. Rows between GPUs have a lane of their o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -82,6 +82,17 @@ def lanes_of(nbytes: Int64, src_node: Int64, dst_node: Int64, lanes: int, path: 
     return lane
 
 
+def partners(rows: NodeTransfers, position: int, lane: int) -> tuple[int, ...]:
+    """Return the positions of the workers of a lane that one of them exchanges with, and its own; () if it has no rows.
+
+    Both ends find each other, because each has all rows of the pair.
+    """
+    mine = rows.lane == lane
+    out, into = mine & (rows.src_at == position), mine & (rows.dst_at == position)
+    found = {*rows.dst_at[out].tolist(), *rows.src_at[into].tolist()}
+    return tuple(sorted({position} | found)) if found else ()
+
+
 @dataclass(frozen=True, eq=False)
 class TransferList(WorkList):
     """Addressed sends and receives, one per row. Offsets and strides are in bytes.
@@ -90,7 +101,7 @@ class TransferList(WorkList):
     """
 
     is_send: Int64  # [n] 1 to send, 0 to receive
-    peer: Int64  # [n] position of the other worker in the epoch
+    peer: Int64  # [n] position of the other worker among this worker's partners
     task_id: Int64  # [n]
     part: Int64  # [n]
     element_size: Int64  # [n]
@@ -109,6 +120,7 @@ def transfers_of(
     lane: int,
     sources: Mapping[int, Places],
     destinations: Mapping[int, Places],
+    met: Sequence[int] = (),
 ) -> TransferList:
     """Return the sends and receives of one worker.
 
@@ -118,6 +130,7 @@ def transfers_of(
         lane: the worker's lane.
         sources: rank -> places of this node's source tensors.
         destinations: rank -> places of this node's tensors to write.
+        met: the positions of the workers that it knows, ascending; (): its `partners`.
 
     Raises:
         KeyError: a tensor in the plan has no place.
@@ -135,7 +148,10 @@ def transfers_of(
     table = every.select(both)
     return TransferList(
         is_send=np.concatenate([np.ones(len(out), np.int64), np.zeros(len(into), np.int64)]),
-        peer=np.concatenate([rows.dst_at[out], rows.src_at[into]]),
+        peer=np.searchsorted(
+            np.array(met or partners(rows, position, lane), np.int64),
+            np.concatenate([rows.dst_at[out], rows.src_at[into]]),
+        ),
         task_id=table.task_id.astype(np.int64),
         part=rows.part[both],
         size=table.size.astype(np.int64),

@@ -255,10 +255,12 @@ class Fleet:
         plans: recent plans.
         plan_requests: the unanswered requests for plans, by ticket.
         speeds: of the nodes' cables; None: all are equally fast.
+        max_files: how many files this process may open; each node takes one.
         checks, traces: questions of operators to all nodes.
         joint_requests: (request, waiter, deadline) of joint swaps received before `may_swap`.
         undone: ranks with a staged version, while it is unknown whether it was decided.
         may_swap: whether swaps may begin: it is certain which versions are live.
+        unsent: (swap, node) of plans to be sent: a few in each turn, because packing them takes time.
         numbers: counters of checks, epochs and plan requests.
     """
 
@@ -277,6 +279,7 @@ class Fleet:
     swapping: dict[str, ModelState]
     traces: Traces
     speeds: ClusterSpeeds | None = None
+    max_files: int = 1 << 20
     nodes: dict[str, Node] = field(default_factory=dict)
     node_at: dict[bytes, Node] = field(default_factory=dict)
     lost: dict[str, Lost] = field(default_factory=dict)
@@ -289,6 +292,7 @@ class Fleet:
     joint_requests: list[tuple[local.StartSwaps, Waiter, float]] = field(default_factory=list)
     undone: dict[str, Member] = field(default_factory=dict)
     may_swap: bool = False
+    unsent: deque[tuple[str, str]] = field(default_factory=deque)
     numbers: Counter[str] = field(default_factory=Counter)
 
     def number(self, what: str) -> int:

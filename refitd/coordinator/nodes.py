@@ -31,6 +31,8 @@ from refitd.protocol.reports import DrainedSource, DrainReport, ForgetReport, Re
 NODE_SILENCE_S = 10.0
 
 MAX_NODES = 4096
+# Descriptors of the coordinator that are not for daemons.
+RESERVED_FILES = 64
 
 # --- connections ------------------------------------------------------------------------------------------
 
@@ -43,6 +45,12 @@ def hello(turn: Turn, event: FromNode, message: cluster.NodeHello) -> None:
     try:
         check_version(message.protocol, f"node {name}", "this coordinator")
         _check_hello(event.identity, event.key, event.allowed, message, fleet.nodes, alive)
+        if old is None and 0 <= fleet.max_files <= len(fleet.nodes) + RESERVED_FILES:  # -1: no limit
+            raise RefusedError(
+                f"node {name!r}: {len(fleet.nodes)} nodes are connected, and this coordinator may open only "
+                f"{fleet.max_files} files (RLIMIT_NOFILE), of which it keeps {RESERVED_FILES}; raise LimitNOFILE of "
+                "its service, or `ulimit -n`, and start it again"
+            )
     except (ProtocolError, RefusedError) as exc:
         turn.log("refused", node=name, message="NodeHello", reason=str(exc))
         turn.send(waiter, local.Failure(code=exc.code, message=str(exc)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,11 +25,10 @@ from refitd.plan.shared import GlobalPlan, Regions
 from refitd.plan.table import CopyTable, CrossingTable, FillTable, Int32, Parted, PartRows, PlanTable, Uses
 from refitd.protocol.base import digest_of, pack
 from refitd.protocol.cluster import (
-    EpochPart,
-    EpochParts,
     EpochPlan,
     LoadPlan,
     NodeShare,
+    PeerTable,
     PlanPart,
     ShareRanks,
 )
@@ -102,37 +100,65 @@ class PackedParts:
         return tuple(found)
 
 
+# services whose GPUs form a group: all that exchange, directly or through others. The lanes move the other rows
+GPU_ONLY = frozenset({"nccl", "nvshmem"})
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class PackedEpoch:
-    """An epoch, with its nodes in parts: a node that comes or goes changes one of them.
+    """An epoch, and the table of peers that each of its nodes is sent.
 
     Attributes:
         epoch: the epoch.
         position: of each node.
-        bare: the epoch without nodes and hosts.
-        parts: the nodes and hosts.
-        listed: the digests of these, by one digest.
+        bare: the epoch without nodes.
+        group: the nodes in a node's group of GPUs, if its service needs one.
     """
 
     epoch: EpochPlan
     position: dict[str, int]
     bare: EpochPlan
-    parts: tuple[Packed, ...]
-    listed: Packed
+    group: dict[str, list[str]]
 
     @staticmethod
-    def of(epoch: EpochPlan) -> PackedEpoch:
-        """Pack an epoch: about as many parts as each has nodes, and each node in the part that its name says."""
-        buckets = 1 << max(0, round(math.log2(max(1, len(epoch.nodes))) / 2))
-        found: dict[int, list[tuple[str, str, tuple[str, ...]]]] = {}
-        gpus = epoch.gpus or ((),) * len(epoch.nodes)
-        for row in zip(epoch.nodes, epoch.hosts, gpus, strict=True):
-            found.setdefault(xxhash.xxh3_64_intdigest(row[0].encode()) % buckets, []).append(row)
-        parts = [_packed(EpochPart(*map(tuple, zip(*found[bucket], strict=True)))) for bucket in sorted(found)]
-        listed = _packed(EpochParts(tuple(part.digest for part in parts)))
-        position = {name: i for i, name in enumerate(epoch.nodes)}
-        bare = msgspec.structs.replace(epoch, nodes=(), hosts=(), gpus=())
-        return PackedEpoch(epoch, position, bare, tuple(parts), listed)
+    def of(epoch: EpochPlan, met: Mapping[str, Collection[str]]) -> PackedEpoch:
+        """Prepare an epoch; `met` are the nodes that each node exchanges with."""
+        on_gpus = [name for name, gpus in zip(epoch.nodes, epoch.gpus, strict=False) if gpus]
+        groups = groups_of(met, on_gpus) if epoch.gpu_service in GPU_ONLY else ()
+        return PackedEpoch(
+            epoch,
+            {name: i for i, name in enumerate(epoch.nodes)},
+            msgspec.structs.replace(epoch, nodes=(), hosts=(), gpus=(), doors=(), gpu_doors=()),
+            {name: group for group in groups for name in group},
+        )
+
+    def peers_of(self, node: str, nodes: Iterable[str]) -> Packed:
+        """Return the table of a node, which has rows with `nodes`."""
+        found = sorted({node, *nodes, *self.group.get(node, ())} & self.position.keys())
+        at = [self.position[name] for name in found]
+        epoch = self.epoch
+
+        def of(column: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+            return tuple(column[i] for i in at) if column else ()
+
+        hosts = tuple(epoch.hosts[i] for i in at)
+        return _packed(PeerTable(tuple(found), hosts, of(epoch.gpus), of(epoch.doors), of(epoch.gpu_doors)))
+
+
+def groups_of(met: Mapping[str, Collection[str]], among: Collection[str]) -> list[list[str]]:
+    """Return the nodes `among` in groups: two are in one group if they exchange, directly or through others."""
+    left, groups = set(among), []
+    for first in sorted(among):
+        if first not in left:
+            continue
+        left.discard(first)
+        group = [first]
+        for name in group:
+            near = left & set(met.get(name, ()))
+            left -= near
+            group += near
+        groups.append(sorted(group))
+    return groups
 
 
 def _without_ranks(uses: Uses, ranks: Int32) -> Uses:
@@ -140,7 +166,7 @@ def _without_ranks(uses: Uses, ranks: Int32) -> Uses:
     return replace(uses, ranks=np.searchsorted(ranks, uses.ranks).astype(np.int32))
 
 
-def _packed(part: PlanPart | EpochPart | EpochParts) -> Packed:
+def _packed(part: PlanPart | PeerTable) -> Packed:
     return Packed(digest_of(part), pack(part))
 
 
@@ -350,14 +376,15 @@ class LoadedPlan:
             given = {digest: pack(share)} | held.lacking(parts)
         if held.lacks_share(ranks_digest := digest_of(of_ranks)):
             given[ranks_digest] = pack(of_ranks)
-        if epoch is not None and held.lacks_share(epoch.listed.digest):
-            given = given | {epoch.listed.digest: epoch.listed.data} | held.lacking(epoch.parts)
+        peers = epoch.peers_of(node, nodes) if epoch is not None else None
+        if peers is not None and held.lacks_share(peers.digest):
+            given = given | {peers.digest: peers.data}
         return LoadPlan(
             plan=self.id,
             model=model,
             share=digest,
             ranks=ranks_digest,
-            epoch_parts=epoch.listed.digest if epoch is not None else "",
+            peers=peers.digest if peers is not None else "",
             epoch=epoch.bare if epoch is not None else None,
             given=given,
         )
@@ -374,7 +401,7 @@ class LoadedPlan:
         if self.epoch is None:
             return None
         if self._epoch is None or self._epoch.epoch is not self.epoch:
-            self._epoch = PackedEpoch.of(self.epoch)
+            self._epoch = PackedEpoch.of(self.epoch, self.routed.links.neighbours())
         return self._epoch if node in self._epoch.position else None
 
 

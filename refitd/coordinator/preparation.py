@@ -1,13 +1,13 @@
 """Prepare a swap for staging: a plan on every node, an epoch between nodes, sources compared and equal.
 
-An epoch is a process group of the nodes between which a plan moves bytes, with one lane per worker. The regions that
-several source ranks hold are compared by digests, until they are found equal; they are compared again once a source
-rank registers again or provides other tensors.
+An epoch (epochs.py) is a number and a key for the nodes between which a plan moves bytes. The regions that several
+source ranks hold are compared by digests, until they are found equal; they are compared again once a source rank
+registers again or provides other tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 import xxhash
 
@@ -16,16 +16,15 @@ from refitd.commit import swap_events
 from refitd.commit.decision import Phase
 from refitd.coordinator.actions import Answer, MakePlan, Planned, Waiter
 from refitd.coordinator.eligibility import unoffered
+from refitd.coordinator.epochs import GPU_SERVICES, HOST_SERVICE, RELAYING_SERVICES, new_epoch
 from refitd.coordinator.fleet import ModelState, PlanRequest, RegionComparison, Running, Turn
 from refitd.coordinator.members import Member, Membership
 from refitd.coordinator.paths import Wiring, abilities_of
 from refitd.coordinator.plan_reports import plan_answer
-from refitd.coordinator.plans import LoadedPlan
+from refitd.coordinator.plans import GPU_ONLY, LoadedPlan
 from refitd.coordinator.schedule import gave_way, no_plan, without_unread
 from refitd.errors import PlanError, RefitdError
-from refitd.protocol import cluster, local, sidecar
-from refitd.protocol.base import Secret
-from refitd.protocol.reports import NodeStatus
+from refitd.protocol import cluster, local
 from refitd.states import SwapCause
 
 # Share of a comparison's timeout given to nodes: their errors, which name the late process, must arrive first.
@@ -83,7 +82,7 @@ def _plan_ready(turn: Turn, running: Running, plan: LoadedPlan) -> None:
         return
     if plan.moves_between and plan.epoch is None:
         try:
-            plan.epoch, plan.gpu_of = _new_epoch(turn, plan, membership)
+            plan.epoch, plan.gpu_of = new_epoch(turn, plan, membership)
         except PlanError as exc:
             turn.post(running.swap.swap, swap_events.AbortAsked(str(exc), SwapCause.PLAN))
             return
@@ -115,6 +114,20 @@ def _ready(running: Running) -> swap_events.PlanReady:
     )
 
 
+# Nodes that are sent their plan in one turn: 0.2 ms each.
+LOADS_PER_TURN = 64
+
+
+def send_plans(turn: Turn) -> None:
+    """Send the next nodes their plans. The swap of a plan may have ended since."""
+    unsent = turn.fleet.unsent
+    for _ in range(min(len(unsent), LOADS_PER_TURN)):
+        swap, node = unsent.popleft()
+        state = turn.fleet.swapping.get(swap)
+        if state is not None and (running := state.running) is not None and running.swap.phase is Phase.PLANNED:
+            load(turn, running, node)
+
+
 def load(turn: Turn, running: Running, node: str) -> None:
     """Send a node its share of the running swap's plan."""
     plan, known = running.plan, turn.fleet.nodes.get(node)
@@ -124,13 +137,6 @@ def load(turn: Turn, running: Running, node: str) -> None:
 
 
 # --- requests for plans -----------------------------------------------------------------------------------
-
-# services whose ranks may pass on what they receive (copy_services/windows.py)
-RELAYING_SERVICES = frozenset({"gloo", "nixl"})
-# configured service -> the services between GPUs, the first that all nodes have
-GPU_SERVICES = {"nccl": ("nccl", "nvshmem"), "nvshmem": ("nvshmem", "nccl"), "nixl": ("nixl",)}
-GPU_ONLY = frozenset({"nccl", "nvshmem"})  # HOST_SERVICE moves the other rows
-HOST_SERVICE = "gloo"
 
 
 def show(turn: Turn, state: ModelState, viewer: Waiter) -> None:
@@ -307,95 +313,6 @@ def ended(turn: Turn, state: ModelState, running: Running) -> None:
             turn.to_node(node, cluster.Abort(swap=running.swap.swap, reason=running.swap.reason))
 
 
-# --- epochs -----------------------------------------------------------------------------------------------
-
-
-def _new_epoch(turn: Turn, plan: LoadedPlan, membership: Membership) -> tuple[cluster.EpochPlan, dict[int, str]]:
-    """Return a new epoch of a plan's nodes, and plan-wide rank -> GPU of the ranks in its group of GPUs.
-
-    The epoch is formed while the plan is loaded.
-
-    Raises:
-        PlanError: no service between nodes can run on all of them.
-    """
-    fleet, transport = turn.fleet, turn.fleet.config.transport
-    nodes = tuple(sorted(plan.routed.links.nodes() & fleet.nodes.keys()))
-    status = {name: fleet.nodes[name].status for name in nodes}
-    lanes = min((len(s.workers) for s in status.values()), default=1)
-    wanted = () if transport.service in GPU_ONLY else (transport.service,)
-    service = _service_on(turn, (*wanted, HOST_SERVICE), status)
-    among_gpus = GPU_SERVICES.get(transport.service, ())
-    # relays pass on what they hold in main memory or on a GPU, so all of them are in the lanes
-    gpu_of = _gpus_of(plan, membership) if among_gpus and not plan.routed.relays.paths else {}
-    gpus = {name: set[str]() for name in nodes}
-    gpu_of = {rank: gpu for rank, gpu in gpu_of.items() if plan.routed.node_of[rank] in gpus}
-    for rank, gpu in gpu_of.items():
-        gpus[plan.routed.node_of[rank]].add(gpu)
-    gpu_service = ""
-    if gpu_of:
-        mine = {name: status[name] for name in nodes if gpus[name]}
-        gpu_service = _service_on(turn, (*among_gpus, HOST_SERVICE), mine)
-    if gpu_service not in among_gpus:
-        gpu_service, gpu_of = "", {}
-    epoch = cluster.EpochPlan(
-        id=f"{fleet.boot}.{fleet.number('epoch')}",
-        service=service,
-        nodes=nodes,
-        hosts=tuple(s.host for s in status.values()),
-        lanes=min(transport.lanes, lanes) if transport.lanes else lanes,
-        staging_bytes=transport.staging_bytes,
-        # shorter than the phase: the workers' errors, which name the missing one, must arrive first
-        timeout_s=0.9 * fleet.config.deadlines.plan_s,
-        key=Secret(fleet.ids.key()),
-        gpu_service=gpu_service,
-        gpus=tuple(tuple(sorted(gpus[name])) for name in nodes) if gpu_of else (),
-    )
-    return epoch, gpu_of
-
-
-def _service_on(turn: Turn, wanted: Sequence[str], status: Mapping[str, NodeStatus]) -> str:
-    """Return the first of the wanted services that can run on all of these nodes.
-
-    Raises:
-        PlanError: none can; names the nodes and their services.
-    """
-    lacking = {
-        service: [name for name, s in status.items() if s.services and service not in s.services]
-        for service in dict.fromkeys(wanted)
-    }
-    for service, nodes in lacking.items():
-        if not nodes:
-            if service != wanted[0]:
-                missing = ", ".join(lacking[wanted[0]])
-                turn.log("service-missing", service=wanted[0], nodes=missing, instead=service)
-            return service
-    told = "; ".join(f"node {name}: {', '.join(status[name].services) or 'none'}" for name in sorted(status))
-    raise PlanError(
-        [
-            f"transport.service is {turn.fleet.config.transport.service!r}, and no service between nodes can run on "
-            f"all of them: expected one of {', '.join(lacking)}, found {told}; install one of these on each (`refitctl "
-            "doctor` says how)"
-        ]
-    )
-
-
-def _gpus_of(plan: LoadedPlan, membership: Membership) -> dict[int, str]:
-    """Return plan-wide rank -> GPU; {} unless GPUs of different nodes send and receive.
-
-    Only ranks whose arenas are all on one GPU count: the lanes move the rows of other ranks.
-    """
-    sends, receives = dict[int, str](), dict[int, str]()
-    for member in membership.members():
-        rank, gpu = plan.members.get(member.id, -1), member.added.device
-        if gpu and rank in plan.senders:
-            sends[rank] = gpu
-        elif gpu and rank >= 0 and member.added.role == "target":
-            receives[rank] = gpu
-    node_of = plan.routed.node_of
-    both = sends | receives
-    return both if sends and receives and len({node_of[rank] for rank in both}) > 1 else {}
-
-
 def _using(turn: Turn, plan: str, epoch: str, node: str) -> list[tuple[Running, LoadedPlan]]:
     """Return the running swaps that use this plan, in the epoch that this node reports."""
     return [
@@ -406,19 +323,6 @@ def _using(turn: Turn, plan: str, epoch: str, node: str) -> list[tuple[Running, 
         and used.id == plan
         and used.epoch_of(node) == epoch
     ]
-
-
-def relay(turn: Turn, origin: str, message: sidecar.LaneValue) -> None:
-    """Pass a worker's value on to its peers of the epoch."""
-    states = turn.fleet.models.values()
-    plans = [s.plan for s in states] + [s.running.plan for s in states if s.running]
-    epochs = (plan.epoch for plan in plans if plan is not None)
-    group = message.epoch
-    epoch = next((epoch for epoch in epochs if epoch is not None and group in (epoch.id, epoch.gpu_group)), None)
-    if epoch is not None and origin in epoch.nodes and (message.lane < epoch.lanes or group == epoch.gpu_group):
-        for node in epoch.nodes:
-            if node != origin:
-                turn.to_node(node, message)
 
 
 def _drop(turn: Turn, plan: LoadedPlan) -> None:

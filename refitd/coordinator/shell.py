@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import secrets
 import socket
 import time
@@ -109,6 +110,7 @@ class CoordinatorShell:
             is_standalone=is_standalone,
             host=socket.gethostname(),
             speeds=read_cluster(config),
+            max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         )
 
     def _told(self) -> None:

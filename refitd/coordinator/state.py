@@ -37,7 +37,7 @@ from refitd.coordinator.members import Node
 from refitd.coordinator.nodes import NODE_SILENCE_S
 from refitd.coordinator.reports import history_report, model_description, status_report
 from refitd.errors import RefitdError, RefusedError
-from refitd.protocol import cluster, local, sidecar
+from refitd.protocol import cluster, local
 from refitd.protocol.base import Message
 from refitd.protocol.keys import check_names, check_role
 from refitd.protocol.reports import GetTrace, NodeTrace
@@ -64,6 +64,7 @@ class CoordinatorState(Fleet):
         host: str = "",
         drained: Drained | None = None,
         speeds: ClusterSpeeds | None = None,
+        max_files: int = 1 << 20,
     ) -> None:
         """Start without members.
 
@@ -78,6 +79,7 @@ class CoordinatorState(Fleet):
             host: name of this host, for reports.
             drained: the nodes that the journal knows as drained.
             speeds: of the nodes' cables; None: all are equally fast.
+            max_files: see Fleet.
         """
         models, swapping = Models(), dict[str, ModelState]()
         ended = past.recent("", MAX_HISTORY)
@@ -101,6 +103,7 @@ class CoordinatorState(Fleet):
             swapping,
             Traces(host),
             speeds,
+            max_files,
         )
 
     def handle(self, event: Event, now: float, wall: float = 0.0) -> list[Instruction]:
@@ -149,10 +152,13 @@ class CoordinatorState(Fleet):
             if (state := self.models.get(name)) is not None:
                 swap_queue.begin_due(turn, state)
                 swaps.run(turn)
+        preparation.send_plans(turn)
         return turn.effects
 
     def next_deadline(self) -> float | None:
         """Return when a Tick is next needed; None if no deadline is set."""
+        if self.unsent:
+            return self.started  # now
         found: list[float | None] = [check.deadline for check in self.checks.running.values()]
         found += [collection.deadline for collection in self.traces.running.values()]
         found += [controller.due_at for controller in self.controllers.values()]
@@ -224,8 +230,6 @@ def _handle(turn: Turn, node: Node, event: FromNode) -> Message | None:
             preparation.lacks_parts(turn, name, message)
         case cluster.PlanLoaded() as message:
             preparation.loaded(turn, name, message)
-        case sidecar.LaneValue() as message:
-            preparation.relay(turn, name, message)
         case cluster.RegionsDigested() as message:
             preparation.digested(turn, name, message)
         # --- members

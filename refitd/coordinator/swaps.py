@@ -70,7 +70,7 @@ def _perform(turn: Turn, state: ModelState, running: Running, instructions: list
     for instruction in instructions:
         match instruction:
             case swap_events.SendPlan(node):
-                preparation.load(turn, running, node)
+                turn.fleet.unsent.append((s.swap, node))
             case swap_events.PauseOn(_, members):
                 controllers.pause(turn, s, members)
             case swap_events.StageOn(node) if plan is None:

@@ -271,7 +271,7 @@ class Mailbox(ABC):
 
 @dataclass(frozen=True)
 class Epoch:
-    """One worker's place in an epoch: the workers that exchange with each other for one plan.
+    """One worker's part in an epoch: the workers that it exchanges with for one plan. Theirs may have other positions.
 
     Attributes:
         id: the epoch's id, never reused.
@@ -283,6 +283,8 @@ class Epoch:
         mailbox: how the workers find each other.
         timeout: seconds within which all must join.
         key: 32 bytes that only the epoch's workers, their daemons and the coordinator know.
+        hops: the largest number of workers on one path, equal on all workers; 0: `size`.
+        peers: the largest number of peers that a worker of the epoch has, equal on all workers; 0: `size` - 1.
     """
 
     id: str
@@ -294,6 +296,8 @@ class Epoch:
     timeout: float
     key: bytes = field(repr=False)
     device: str = "cpu"
+    hops: int = 0
+    peers: int = 0
 
     @property
     def size(self) -> int:

@@ -15,9 +15,9 @@ devices, the CPU included, give equal digests. All hosts must be little-endian.
 
 With the key of an epoch, workers prove that they have it (`peers.prove`) and authenticate everything that they send:
 
-    meeting   each worker sends all others a nonce, then a proof to each: a MAC of the epoch, all labels, all nonces,
-              and the two workers
-    session   a key derived from the epoch's key and the nonces, so every service has a different one
+    meeting   each worker sends all others a nonce, then a proof to each: a MAC of the epoch, and of the labels and
+              nonces of both workers
+    session   a key derived from the epoch's key and id, which differs for each lane
     record    a small agreement (peers.py); ends with a MAC of its number, sender, receiver and subject
     stream    messages (packed.py); ends with a MAC of all their bytes and of the stream's subject
 
@@ -118,6 +118,11 @@ class Authenticator:
 
         cipher = Cipher(algorithms.AES(self.derive(b"random bytes", purpose)), modes.CTR(bytes(16)))
         return cipher.encryptor().update(bytes(nbytes))
+
+
+def session(key: bytes, epoch: str) -> Authenticator:
+    """Return the authenticator for what an epoch's connections carry: relays pass MACs on, so all workers have one."""
+    return Authenticator(Authenticator(key).derive(b"session", epoch.encode()))
 
 
 class StreamMac:

@@ -27,6 +27,7 @@ class EpochPeers(Peers, ABC):
         """Take this worker's place in an epoch; its tensors are in main memory."""
         self.group, self.device, self._labels = None, torch.device("cpu"), tuple(epoch.labels)
         self.index, self.ranks = epoch.index, tuple(range(epoch.size))
+        self.hops, self.degree = epoch.hops, epoch.peers
 
     @property
     def _is_named(self) -> bool:

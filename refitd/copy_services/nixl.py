@@ -121,7 +121,7 @@ class NixlPeers(EpochPeers):
             TransportError: NIXL cannot start, another worker's agent cannot be understood, or lacks the epoch's key.
         """
         super().__init__(epoch)
-        size = part_bytes(epoch.size, slab_bytes)
+        size = part_bytes((epoch.peers or epoch.size - 1) + 1, slab_bytes)
         self._library = _load()
         nbytes = 2 * PARTS * (epoch.size - 1) * size
         self._slab, self._stream, self._segment, gpu = _new_slab(nbytes, epoch.device)

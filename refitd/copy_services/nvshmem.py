@@ -1,4 +1,4 @@
-"""NVSHMEM: puts with signals between GPUs, polled by the host; agreements go over gloo.
+"""NVSHMEM: puts with signals between GPUs, polled by the host; agreements go over TCP.
 
 SlottedExchange puts messages into slots of the peer and announces them by signals. A rank waits only for its peers.
 Every ordered pair of ranks has WINDOW leaving slots in the sender's memory and WINDOW landing slots in the receiver's.
@@ -35,10 +35,10 @@ from typing import Any
 import torch
 
 from refitd.buffers.cuda import tensor_at
-from refitd.copy_services import MAX_MESSAGE_BYTES, Epoch, gloo
-from refitd.copy_services.digests import DIGEST_BYTES, Authenticator, DeviceDigests, Digest
+from refitd.copy_services import MAX_MESSAGE_BYTES, Epoch, tcp
+from refitd.copy_services.digests import DIGEST_BYTES, DeviceDigests, Digest
 from refitd.copy_services.packed import WINDOW, Move, PackedExchange
-from refitd.copy_services.peers import Group, Peers
+from refitd.copy_services.peers import Peers
 from refitd.copy_services.streams import InFlight, Stream
 from refitd.copy_services.waits import Backoff, Deadline, DeviceStream, bounded, make_current
 from refitd.errors import ConfigError, RefitdError, TransportError
@@ -256,35 +256,30 @@ class NvshmemService(SlottedExchange):
     def __init__(
         self,
         library: _Library,
-        group: Group,
+        peers: Peers,
         device: torch.device,
         *,
-        labels: tuple[str, ...] = (),
         message_bytes: int | None = None,
         staging_bytes: int,
-        authenticator: Authenticator | None = None,
     ) -> None:
         """Allocate slots and words. Collective, and cannot be interrupted. NVSHMEM must be initialised.
 
         Args:
             library: NVSHMEM.
-            group: a gloo group whose positions are the PEs.
+            peers: the PEs, for agreements in main memory.
             device: this PE's device.
-            labels: name of each position in errors.
             message_bytes: see PackedExchange.
             staging_bytes: see PackedExchange.
-            authenticator: see Peers.
 
         Raises:
             TransportError: the device has too little memory.
         """
-        super().__init__(Peers(group, labels), message_bytes=message_bytes, staging_bytes=staging_bytes)
+        super().__init__(peers, message_bytes=message_bytes, staging_bytes=staging_bytes)
         self.device = device
-        self.peers.authenticator = authenticator
         self._library = library
         self._is_initialized = True
         self._stream, self._looks = DeviceStream(device), DeviceStream(device)
-        self._digests = DeviceDigests(device, authenticator)
+        self._digests = DeviceDigests(device, peers.authenticator)
         sizes = max(1, self.slots.nbytes), max(1, self.slots.words) * _WORD_BYTES
         self._slots_at, self._words_at = (self._allocate(size) for size in sizes)
         self._room_all = tensor_at(self._slots_at, sizes[0], device)
@@ -377,7 +372,7 @@ def join(epoch: Epoch) -> NvshmemService:
     library = load()
     device = make_current(device)
     torch.zeros(1, device=device)  # creates torch's context of the device, which NVSHMEM then uses
-    met = gloo.join(epoch)
+    met = tcp.join(epoch)
     key = "nvshmem/unique-id"
     if epoch.index == 0:
         made, data = unique_id(library)
@@ -390,11 +385,9 @@ def join(epoch: Epoch) -> NvshmemService:
         library.core.init(uid=made, rank=epoch.index, nranks=epoch.size, initializer_method="uid")
         return NvshmemService(
             library,
-            met.group,
+            met.peers,
             device,
-            labels=epoch.labels,
             staging_bytes=epoch.staging_bytes,
-            authenticator=met.peers.authenticator,
         )
 
     try:

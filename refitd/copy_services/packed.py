@@ -66,7 +66,7 @@ _SECOND_WORD_S = 0.3
 TAG = 0x52470000
 _TERMS = struct.Struct("<q?7x")  # size of messages, whether digests are compared
 _LEFT = struct.Struct("<d")  # seconds until a rank's deadline
-_ABOUT = struct.Struct("<qqqq")  # run, path, positions of sender and receiver
+_ABOUT = struct.Struct("<qq")  # run, path
 MARK_BYTES = 8
 NO_MARK = bytes(MARK_BYTES)
 
@@ -128,8 +128,9 @@ class PackedExchange(ExchangeService):
         self.device = peers.device
         self.group = peers.group
         self.ranks = peers.ranks
+        self._hops = peers.hops or len(peers)
         self._staging_limit = staging_bytes
-        share = staging_bytes // (2 * WINDOW * max(1, len(peers) - 1))
+        share = staging_bytes // (2 * WINDOW * (peers.degree or max(1, len(peers) - 1)))
         self._limit = message_bytes or max(MIN_MESSAGE_BYTES, min(MAX_MESSAGE_BYTES, share))
         self._limit = aligned(self._limit)
         self._sends: dict[Line, dict[Key, Piece]] = {}
@@ -251,7 +252,7 @@ class PackedExchange(ExchangeService):
     @property
     def _turns(self) -> int:
         """The number of turns in which waits of one run end: comparing, agreeing, moving over relays, moving."""
-        return 2 * len(self.peers) + 3
+        return 2 * self._hops + 3
 
     def _turn(self, deadline: Deadline, turn: int) -> Deadline:
         """Return the deadline of a wait that must end before `turn` later ones.
@@ -446,9 +447,9 @@ class PackedExchange(ExchangeService):
 
         The MAC of one run is therefore invalid in every other run.
         """
-        ends = (self.peers.index, stream.position) if stream.is_send else (stream.position, self.peers.index)
-        path = stream.route.path
-        return _ABOUT.pack(self._runs, path, *((0, 0) if path else ends))
+        path, labels = stream.route.path, (self.peers.label(self.peers.index), self.peers.label(stream.position))
+        ends = "" if path else "\0".join(labels if stream.is_send else labels[::-1])
+        return _ABOUT.pack(self._runs, path) + ends.encode()
 
     def _staging(self) -> torch.Tensor:
         # first touch of new pages costs as much as several copies, so buffers are reused between runs

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Store
 
 from refitd.copy_services import Epoch, Posted
-from refitd.copy_services.digests import MAC_BYTES, Authenticator
+from refitd.copy_services.digests import MAC_BYTES, Authenticator, session
 from refitd.copy_services.waits import Deadline
 from refitd.errors import ConfigError, DeadlineExceeded, PeerLost, ProtocolError, RefitdError, TransportError
 
@@ -39,10 +39,8 @@ _RECORD_TAG = 0x52460003
 # only the in-process library has, use torch's collectives, with fewer connections.
 NAMED_SIZE = 32
 _TROUBLE_BYTES = 480
-_EVERYBODY = -1
-_ABOUT = struct.Struct("<qqq")  # number of the call, positions of sender and receiver
+_ABOUT = struct.Struct("<q")  # number of the call
 _LENGTH = struct.Struct("<q")
-_ENDS = struct.Struct("<qq")
 _NONCE_BYTES = 32
 MAX_PAYLOAD_BYTES = 64 << 20  # limit of one payload in `gather` and `scatter`
 
@@ -60,6 +58,7 @@ class Peers:
     """
 
     authenticator: Authenticator | None = None
+    hops = degree = 0  # see Epoch.hops and Epoch.peers; 0 without an epoch
     _records = 0  # collective calls that were authenticated
     _latest: object = None  # sends and receives of the latest exchange
 
@@ -144,8 +143,7 @@ class Peers:
         """
         if self.authenticator is None:
             return self._all_gather(record, deadline, purpose)
-        mine = self._signed(record, _EVERYBODY, purpose)
-        return self._checked(self._all_gather(mine, deadline, purpose), _EVERYBODY, purpose)
+        return self._checked(self._all_gather(self._signed(record, None, purpose), deadline, purpose), None, purpose)
 
     def _all_gather(self, record: bytes, deadline: Deadline, purpose: str) -> list[bytes]:
         if self._is_named:
@@ -179,19 +177,22 @@ class Peers:
         mine = [self._signed(record, to, purpose) for to, record in enumerate(records)]
         return self._checked(self._all_to_all(mine, deadline, purpose), self.index, purpose)
 
-    def _signed(self, record: bytes, to: int, purpose: str) -> bytes:
-        """Return a record with its MAC."""
+    def _signed(self, record: bytes, to: int | None, purpose: str) -> bytes:
+        """Return a record with its MAC; `to` None is everybody."""
         assert self.authenticator is not None
-        about = _ABOUT.pack(self._records, self.index, to)
-        return record + self.authenticator.mac(b"record", about, purpose.encode(), record)
+        return record + self.authenticator.mac(b"record", *self._subject(self.index, to, purpose), record)
 
-    def _checked(self, signed: Sequence[bytes], to: int, purpose: str) -> list[bytes]:
+    def _subject(self, sender: int, to: int | None, purpose: str) -> list[bytes]:
+        ends = [self.label(sender), "" if to is None else self.label(to)]
+        return [_ABOUT.pack(self._records), *(text.encode() for text in ends), purpose.encode()]
+
+    def _checked(self, signed: Sequence[bytes], to: int | None, purpose: str) -> list[bytes]:
         """Check the MACs of one call's records, and return the records without them."""
         assert self.authenticator is not None
         for sender, each in enumerate(signed):
-            about = _ABOUT.pack(self._records, sender, to)
+            about = self._subject(sender, to, purpose)
             record, mac = each[:-MAC_BYTES], each[-MAC_BYTES:]
-            if sender != self.index and not self.authenticator.is_mac(mac, b"record", about, purpose.encode(), record):
+            if sender != self.index and not self.authenticator.is_mac(mac, b"record", *about, record):
                 raise TransportError(
                     f"{purpose}: the record from {self.label(sender)} to {self.label(self.index)} was altered on the "
                     "way; check the network between them"
@@ -484,10 +485,10 @@ def prove(peers: Peers, epoch: Epoch, deadline: Deadline) -> Authenticator:
     """
     held = Authenticator(epoch.key)
     nonces = peers.all_gather(secrets.token_bytes(_NONCE_BYTES), deadline, "proving who is there")
-    meeting = [text.encode() for text in (epoch.id, *epoch.labels)] + nonces
 
     def proof(prover: int, to: int) -> bytes:
-        return held.mac(b"proof", _ENDS.pack(prover, to), *meeting)
+        ends = [epoch.labels[prover].encode(), epoch.labels[to].encode(), nonces[prover], nonces[to]]
+        return held.mac(b"proof", epoch.id.encode(), *ends)
 
     proofs = peers.all_to_all([proof(peers.index, to) for to in range(len(peers))], deadline, "proving who is there")
     for position, found in enumerate(proofs):
@@ -496,4 +497,4 @@ def prove(peers: Peers, epoch: Epoch, deadline: Deadline) -> Authenticator:
                 f"the process that came as {epoch.labels[position]} does not hold the key of epoch {epoch.id}, or its "
                 f"proof was altered on the way to {epoch.labels[peers.index]}"
             )
-    return Authenticator(held.derive(b"session", *meeting))
+    return session(epoch.key, epoch.id)

@@ -107,7 +107,7 @@ class WindowExchange(PackedExchange):
         if stream.route == DIRECT:
             return deadline
         hop = stream.route.hop
-        return self._turn(deadline, hop if stream.is_send else 2 * len(self.peers) - hop)
+        return self._turn(deadline, hop if stream.is_send else 2 * self._hops - hop)
 
     def _lines(self, move: Move) -> list[Pipeline]:
         lines = [self._line(stream, move) for stream in self._order(move.streams)]

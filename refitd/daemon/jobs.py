@@ -306,6 +306,11 @@ def gpu_seats(epoch: cluster.EpochPlan) -> dict[tuple[int, str], int]:
     return {seat: position for position, seat in enumerate(seats)}
 
 
+# services whose GPUs form a group, in which every GPU knows all others; others know only their partners
+GROUPED = frozenset({"nccl", "nvshmem"})
+Seat = tuple[int, int]  # lane, and position in it; the lane after the last one is that of the GPUs
+
+
 @dataclass(slots=True)
 class _Group:
     """Workers of this node that have joined an epoch, or are joining: all of its lanes, or its GPUs."""
@@ -317,18 +322,9 @@ class _Group:
     joins: dict[int, sidecar.JoinEpoch]  # by worker
     waiting: set[int] = field(init=False)
     members: set[int] = field(init=False)
-    left: dict[int, list[sidecar.LaneValue]] = field(
-        default_factory=dict
-    )  # values for workers that have not joined yet
 
     def __post_init__(self) -> None:
         self.waiting, self.members = set(self.joins), set(self.joins)
-
-    def give(self, effects: Effects, worker: int, value: sidecar.LaneValue) -> None:
-        """Give a member a peer's value."""
-        if worker in self.waiting:
-            self.left.setdefault(worker, []).append(value)
-        effects.order(worker, value)
 
 
 class LocalEpochs:
@@ -368,40 +364,58 @@ class LocalEpochs:
                 found[worker] = position, gpu
         return found
 
-    def join(self, effects: Effects, plan: str, epoch: cluster.EpochPlan) -> None:
-        """Have the worker of every lane join its peers, and after them the workers of the GPUs."""
-        places = list(zip(epoch.nodes, epoch.hosts, strict=True))
-        index = epoch.nodes.index(self._node)
-        joins = {
-            lane: self._join(
-                epoch, epoch.id, index, tuple(f"worker {lane} on node {node} (host {host})" for node, host in places)
-            )
-            for lane in range(epoch.lanes)
-        }
-        groups = [_Group(plan, epoch, epoch.id, epoch.service, joins)]
-        if mine := self.gpu_workers(epoch):
-            name, at = epoch.gpu_group, gpu_seats(epoch)
-            labels = tuple(f"{gpu} on node {places[node][0]} (host {places[node][1]})" for node, gpu in at)
-            joins = {worker: self._join(epoch, name, seat, labels, gpu) for worker, (seat, gpu) in mine.items()}
-            groups.append(_Group(plan, epoch, name, epoch.gpu_service, joins))
+    def join(self, effects: Effects, plan: str, epoch: cluster.EpochPlan, met: Mapping[Seat, tuple[int, ...]]) -> bool:
+        """Have the workers of this node join their partners `met`, in the lanes first; return whether none has any."""
+        nodes, worker_of = list(zip(epoch.nodes, epoch.hosts, strict=True)), dict[int, int]()
+        for worker, (seat, _) in self.gpu_workers(epoch).items():
+            worker_of[seat] = worker
+        seats = list(gpu_seats(epoch))
+        lanes, gpus = dict[int, sidecar.JoinEpoch](), dict[int, sidecar.JoinEpoch]()
+        for (lane, at), partners in met.items():
+            if lane < epoch.lanes:
+                labels = [f"worker {lane} on node {nodes[p][0]} (host {nodes[p][1]})" for p in partners]
+                doors = [epoch.doors[p][lane] if epoch.doors else "" for p in partners]
+                lanes[lane] = self._join(epoch, partners.index(at), labels, doors, lane)
+            else:
+                there = [seats[p] for p in partners]
+                labels = [f"{gpu} on node {nodes[node][0]} (host {nodes[node][1]})" for node, gpu in there]
+                flat = [door for doors in epoch.gpu_doors for door in doors] or [""] * len(seats)
+                doors = [flat[p] for p in partners]
+                gpus[worker_of[at]] = self._join(epoch, partners.index(at), labels, doors, lane, seats[at][1])
+        groups = [
+            _Group(plan, epoch, epoch.id, epoch.service, lanes),
+            _Group(plan, epoch, epoch.gpu_group, epoch.gpu_service, gpus),
+        ]
         for group in groups:
-            self._groups[group.name] = group
+            if group.joins:
+                self._groups[group.name] = group
             for worker in sorted(group.joins):
                 effects.order(worker, group.joins[worker])
+        return not met
 
     def _join(
-        self, epoch: cluster.EpochPlan, group: str, index: int, labels: tuple[str, ...], gpu: str = ""
+        self,
+        epoch: cluster.EpochPlan,
+        index: int,
+        labels: Sequence[str],
+        doors: Sequence[str],
+        lane: int,
+        gpu: str = "",
     ) -> sidecar.JoinEpoch:
         return sidecar.JoinEpoch(
-            epoch=group,
+            epoch=epoch.gpu_group if gpu else epoch.id,
             service=epoch.gpu_service if gpu else epoch.service,
             index=index,
-            labels=labels,
+            labels=tuple(labels),
             address=self._address,
             staging_bytes=epoch.staging_bytes,
             timeout_s=epoch.timeout_s,
             key=epoch.key,
             device=gpu,
+            doors=tuple(doors),
+            lane=lane,
+            hops=epoch.hops,
+            peers=epoch.gpu_peers if gpu else epoch.peers,
         )
 
     def leave(self, effects: Effects, epoch: str) -> None:
@@ -426,46 +440,25 @@ class LocalEpochs:
                 stuck[worker] = f"it did not come out of epoch {epoch}, which was given up"
         return sorted(stuck.items())
 
-    def worker_said(
-        self, effects: Effects, worker: int, message: sidecar.LaneValue | sidecar.EpochJoined
-    ) -> tuple[str, str] | None:
-        """Handle a worker's message about an epoch; return (plan, epoch) once the workers of every lane have joined."""
+    def worker_said(self, effects: Effects, worker: int, message: sidecar.EpochJoined) -> tuple[str, str] | None:
+        """Handle a worker's answer; return (plan, epoch) once all workers of this node have joined."""
         if worker not in self._warm:
             self._warm.add(worker)
             self._late |= dict.fromkeys([key for key in self._late if key[0] == worker], 0)
-        if not isinstance(message, sidecar.LaneValue):
-            self._late.pop((worker, message.epoch), None)
+        self._late.pop((worker, message.epoch), None)
         group = self._groups.get(message.epoch)
         if group is None:
             return None
-        match message:
-            case sidecar.LaneValue(epoch, key, value):
-                effects.say(sidecar.LaneValue(epoch=epoch, lane=worker, key=key, value=value))
-                if epoch != group.epoch.id:  # GPUs of one node meet each other too
-                    for other in sorted(group.members - {worker}):
-                        group.give(effects, other, message)
-            case sidecar.EpochJoined(reason=""):
-                group.waiting.discard(worker)
-                group.left.pop(worker, None)
-                plan, formed = group.plan, group.epoch
-                if not any(other.waiting for other in self._groups.values() if other.epoch.id == formed.id):
-                    effects.log("epoch", epoch=formed.id, plan=plan, lanes=formed.lanes, gpus=len(gpu_seats(formed)))
-                    return plan, formed.id
-            case sidecar.EpochJoined(reason=reason):
-                group.waiting.discard(worker)
-                where, failed = f"worker {worker} on node {self._node}", group.epoch.id
-                effects.log("epoch-failed", epoch=message.epoch, where=where, reason=reason)
-                effects.say(cluster.PlanLoaded(plan=group.plan, epoch=failed, where=where, reason=reason))
+        group.waiting.discard(worker)
+        plan, formed = group.plan, group.epoch
+        if message.reason:
+            where = f"worker {worker} on node {self._node}"
+            effects.log("epoch-failed", epoch=message.epoch, where=where, reason=message.reason)
+            effects.say(cluster.PlanLoaded(plan=plan, epoch=formed.id, where=where, reason=message.reason))
+        elif not any(other.waiting for other in self._groups.values() if other.epoch.id == formed.id):
+            effects.log("epoch", epoch=formed.id, plan=plan, lanes=formed.lanes, gpus=len(gpu_seats(formed)))
+            return plan, formed.id
         return None
-
-    def value(self, effects: Effects, message: sidecar.LaneValue) -> None:
-        """Forward a peer's value to the worker of its lane, or to the workers of all GPUs."""
-        group = self._groups.get(message.epoch)
-        if group is None:
-            return
-        value = sidecar.LaneValue(epoch=message.epoch, key=message.key, value=message.value)
-        for worker in sorted(group.members & {message.lane} if group.name == group.epoch.id else group.members):
-            group.give(effects, worker, value)
 
     def worker_gone(self, effects: Effects, worker: int, who: str, how: str) -> None:
         """End the epochs of a worker that died or was replaced, on every node.
@@ -482,8 +475,6 @@ class LocalEpochs:
         for group in mine:
             if group.epoch.id not in ended:
                 effects.order(worker, group.joins[worker])
-                for value in group.left.get(worker, ()):
-                    effects.order(worker, value)
             else:
                 services.add(group.service)
                 group.members.discard(worker)

@@ -15,12 +15,14 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import zmq
+from msgspec import structs
 
 from refitd import service
 from refitd.buffers import capacity
 from refitd.buffers.permits import PAGE_ARENA, PermitPage
 from refitd.config import Config
 from refitd.copy_services.registry import installed, torch_cuda
+from refitd.copy_services.wires import listen_at
 from refitd.daemon import actions as act
 from refitd.daemon.arena_files import ArenaFiles
 from refitd.daemon.clients import ClientInbox
@@ -76,6 +78,9 @@ class DaemonShell:
         services, address = _services(config.transport.service), reachable_address(config)
         gpus = visible_gpus()  # each has a worker, which its arenas share
         lanes = lanes_of(gpus, max(config.node.workers, len(gpus)), config.node.cards, SYSFS)
+        doors = [listen_at(address, config.node.worker_port_range) for _ in lanes]
+        ports = [door.getsockname()[1] for door in doors]
+        lanes = [structs.replace(lane, port=port) for lane, port in zip(lanes, ports, strict=True)]
         self._monitor = opened(config.metrics.address, partial(_monitor, config), log)
         self._poller = zmq.Poller()
         self._users = node_users(config)
@@ -117,7 +122,10 @@ class DaemonShell:
         self._watch(self._made_r, select.POLLIN)
         self._plans = OrderedDecoder[tuple[int, cluster.CoordinatorMessage]]("refitd-plans", self._told)
         self._problems: tuple[str, ...] = ()
-        kits = [Kit(variables(lane, config.node.cards, os.environ, SYSFS), cpus_of(lane, SYSFS)) for lane in lanes]
+        kits = [
+            Kit(variables(lane, config.node.cards, os.environ, SYSFS), cpus_of(lane, SYSFS), door)
+            for lane, door in zip(lanes, doors, strict=True)
+        ]
         self._workers = Workers(kits, self._watch)
 
     def serve(self, stop: list[int], wakeup: int, coordinator: CoordinatorProcess | None, ready_fd: int | None) -> None:

@@ -13,20 +13,19 @@ import numpy as np
 import numpy.ma  # np.unique loads it at its first call, which may be when no file can be opened
 
 from refitd.addressing.copies import constant_bytes
-from refitd.addressing.paths import NodeTransfers, node_transfers
+from refitd.addressing.paths import NodeTransfers, node_transfers, partners
 from refitd.daemon.arenas import LocalArenas
 from refitd.daemon.effects import Constants, Effects, WantedArenas
-from refitd.daemon.jobs import JobTable, LocalEpochs, gpu_seats
+from refitd.daemon.jobs import GROUPED, JobTable, LocalEpochs, Seat, gpu_seats
 from refitd.errors import ArenaError, ProtocolError
 from refitd.plan.table import CopyTable, CrossingTable, FillTable, PlanTable, Uses, assembled
 from refitd.protocol import cluster
 from refitd.protocol.base import unpack
 from refitd.protocol.cluster import (
-    EpochPart,
-    EpochParts,
     EpochPlan,
     LoadPlan,
     NodeShare,
+    PeerTable,
     PlanPart,
     ShareRanks,
 )
@@ -79,14 +78,13 @@ class KeptParts:
         """
         reading = _Reading(self._parts, message.given)
         share, numbers = reading.read(message.share, NodeShare), reading.read(message.ranks, ShareRanks)
-        listed = reading.read(message.epoch_parts, EpochParts) if message.epoch_parts else EpochParts(())
-        nodes = [reading.read(digest, EpochPart) for digest in (listed.parts if listed is not None else ())]
+        peers = reading.read(message.peers, PeerTable) if message.peers else None
         parts = [reading.read(digest, PlanPart) for digest in (share.parts if share is not None else ())]
         if reading.wrong or share is None or numbers is None:
             for digest in reading.damaged:
                 self._drop(digest)
             return Missing(len(reading.wrong), reading.wrong[0])
-        epoch = _epoch(message.epoch, [part for part in nodes if part is not None])
+        epoch = _epoch(message.epoch, peers)
         found = _tables(message.plan, share, numbers, epoch, [part for part in parts if part is not None])
         for digest, data in reading.used.items():
             self._drop(digest)
@@ -194,18 +192,20 @@ def _table(kind: type[T], plan: str, wire: dict[str, bytes], parts: Sequence[Pla
     return assembled(kind, uses.with_parts(np.searchsorted(used, uses.part)), tables)
 
 
-def _epoch(epoch: EpochPlan | None, parts: Sequence[EpochPart]) -> EpochPlan | None:
-    """Return an epoch with the nodes of its parts; unchanged if it has no parts."""
-    if epoch is None or not parts:
+def _epoch(epoch: EpochPlan | None, peers: PeerTable | None) -> EpochPlan | None:
+    """Return an epoch with the nodes that this node exchanges with; raises ValueError if their table has holes."""
+    if epoch is None or peers is None:
         return epoch
-    hosts = {node: host for part in parts for node, host in zip(part.nodes, part.hosts, strict=True)}
-    gpus = {node: on for part in parts if part.gpus for node, on in zip(part.nodes, part.gpus, strict=True)}
-    nodes = sorted(hosts)
+    columns = [peers.hosts, *(column for column in (peers.gpus, peers.doors, peers.gpu_doors) if column)]
+    if list(peers.nodes) != sorted(set(peers.nodes)) or any(len(column) != len(peers.nodes) for column in columns):
+        raise ValueError(f"epoch {epoch.id}: the table of its nodes has holes")
     return msgspec.structs.replace(
         epoch,
-        nodes=tuple(nodes),
-        hosts=tuple(hosts[node] for node in nodes),
-        gpus=tuple(gpus.get(node, ()) for node in nodes),
+        nodes=peers.nodes,
+        hosts=peers.hosts,
+        gpus=peers.gpus,
+        doors=peers.doors,
+        gpu_doors=peers.gpu_doors,
     )
 
 
@@ -277,6 +277,7 @@ class OuterTransfers:
     rows: NodeTransfers
     index: int  # this node's position in the epoch
     epoch: cluster.EpochPlan
+    met: Mapping[Seat, tuple[int, ...]]  # the partners of each worker of this node that has some
     gpus: Mapping[int, int] = field(default_factory=dict)  # position of each GPU of this node -> its worker
 
     def sent_ranks(self) -> set[int]:
@@ -334,7 +335,7 @@ class LocalPlans:
         self._loading[message.plan] = loading
         if outer is not None:
             loading.missing.add("epoch")
-            self._epochs.join(effects, message.plan, outer.epoch)
+            formed = self._epochs.join(effects, message.plan, outer.epoch, outer.met)
         if fills is not None:
             loading.missing.add("constants")
             data = constant_bytes(fills)
@@ -343,6 +344,8 @@ class LocalPlans:
                 self._arenas.ask(effects, WantedArenas(0, 0, wanted, Constants(message.plan, loading, data)))
             except ArenaError as exc:
                 self._plan_refused(effects, message.plan, epoch, str(exc))
+        if outer is not None and formed:
+            loading.missing.discard("epoch")
         self._use_if_whole(effects, loading)
 
     def epoch_formed(self, effects: Effects, plan: str, epoch: str) -> None:
@@ -390,8 +393,14 @@ class LocalPlans:
         if not all(0 <= node_of.get(rank, -1) < len(epoch.nodes) for rank in used):
             raise ValueError("a crossing row names a rank whose node is not in the epoch")
         rows = node_transfers(table, node_of, epoch.lanes, found.gpu)
+        index = epoch.nodes.index(self._node)
         gpus = {seat: worker for worker, (seat, _) in self._epochs.gpu_workers(epoch).items()}
-        return OuterTransfers(rows, epoch.nodes.index(self._node), epoch, gpus)
+        seats = [(lane, index) for lane in range(epoch.lanes)] + [(epoch.lanes, seat) for seat in gpus]
+        met = {(lane, at): some for lane, at in seats if (some := partners(rows, at, lane))}
+        if epoch.gpu_service in GROUPED:
+            everyone = tuple(range(len(gpu_seats(epoch))))
+            met |= {(epoch.lanes, seat): everyone for seat in gpus}
+        return OuterTransfers(rows, index, epoch, met, gpus)
 
     def _plan_refused(self, effects: Effects, plan: str, epoch: str, reason: str) -> None:
         effects.log("bad-plan", plan=plan, reason=reason)

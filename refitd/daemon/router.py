@@ -110,7 +110,7 @@ def _handle(state: DaemonState, effects: Effects, event: Event) -> None:
             state.worker_pids[worker] = pid
         case WorkerSaid(_, sidecar.SpansRead() as message):
             state.digests.worker_said(effects, message)
-        case WorkerSaid(worker, sidecar.LaneValue() | sidecar.EpochJoined() as message):
+        case WorkerSaid(worker, sidecar.EpochJoined() as message):
             formed = state.epochs.worker_said(effects, worker, message)
             if formed is not None:
                 state.plans.epoch_formed(effects, *formed)
@@ -235,8 +235,6 @@ def _coordinator_said(state: DaemonState, effects: Effects, request: int, messag
             state.plans.load(effects, message)
         case cluster.DropPlan(plan):
             state.arenas.free(effects, state.plans.drop(effects, plan))
-        case sidecar.LaneValue():
-            state.epochs.value(effects, message)
         case cluster.LiveIs(live):
             state.live[live.model] = live
         case local.MayDrop(member, versions, reason):

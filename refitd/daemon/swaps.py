@@ -142,21 +142,16 @@ class LocalSwaps:
                 copies = joined([copies, fills])
             return self._shares_of(copies)
 
-        def crossing_shares() -> list[WorkerShare]:
+        def crossing_shares(*, on_gpus: bool) -> list[WorkerShare]:
             assert outer is not None
             epoch, reads, writes = outer.epoch, sources(), destinations()
-            return [
-                WorkerShare(lane, transfers_of(outer.rows, outer.index, lane, reads, writes), epoch.id)
-                for lane in range(epoch.lanes)
-            ]
-
-        def gpu_shares() -> list[WorkerShare]:
-            assert outer is not None
-            epoch, reads, writes = outer.epoch, sources(), destinations()
-            return [
-                WorkerShare(worker, transfers_of(outer.rows, seat, epoch.lanes, reads, writes), epoch.gpu_group)
-                for seat, worker in outer.gpus.items()
-            ]
+            found = []
+            for (lane, at), met in outer.met.items():
+                if (lane == epoch.lanes) is on_gpus:
+                    rows = transfers_of(outer.rows, at, lane, reads, writes, met)
+                    worker, group = (outer.gpus[at], epoch.gpu_group) if on_gpus else (lane, epoch.id)
+                    found.append(WorkerShare(worker, rows, group))
+            return found
 
         effects.log("swap", swap=swap, version=version, phase="stage", plan=plan_id)
         start = partial(self._jobs.start, effects, purpose=_Staging(swap), verify=verify, timeout_s=message.timeout_s)
@@ -169,10 +164,10 @@ class LocalSwaps:
                 key = ("stage", plan_id, outer.epoch.id, *places_key)
                 sent = (member.source_base(message) for member, _ in read.values())
                 bases = [*(base for base in sent if base is not None), *(base for _, base in based)]
-                runs += start(key, () if self._jobs.has(key) else crossing_shares(), bases=bases)
+                runs += start(key, () if self._jobs.has(key) else crossing_shares(on_gpus=False), bases=bases)
                 if outer.gpus:  # after the lanes on every node: a worker of both must not wait for itself
                     key = ("stage", plan_id, outer.epoch.gpu_group, *places_key)
-                    runs += start(key, () if self._jobs.has(key) else gpu_shares())
+                    runs += start(key, () if self._jobs.has(key) else crossing_shares(on_gpus=True))
         except (KeyError, ValueError) as exc:
             reason = f"the plan does not fit the tensors registered here: {exc}"
             self._stage_failed(effects, swap, f"node {self._node}", reason)

@@ -52,10 +52,14 @@ class _Process:
 
 @dataclass(frozen=True, slots=True)
 class Kit:
-    """What a worker starts with: variables for its libraries, and the CPUs that it may use, if not all."""
+    """What a worker starts with: variables for its libraries, and the CPUs that it may use, if not all.
+
+    Workers of other nodes connect to `door`. The daemon keeps it, so a worker's successor listens there, too.
+    """
 
     variables: Mapping[str, str] = field(default_factory=dict)
     cpus: Collection[int] = ()
+    door: socket.socket | None = None
 
 
 @contextlib.contextmanager
@@ -214,11 +218,13 @@ class Workers:
     def _spawn(self, worker: int) -> _Process:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
+        door = self._kits[worker].door
+        fds = (theirs.fileno(), *(() if door is None else (door.fileno(),)))
         try:
             with _on(self._kits[worker].cpus):
                 popen = subprocess.Popen(
-                    [sys.executable, "-m", "refitd.worker", str(theirs.fileno())],
-                    pass_fds=(theirs.fileno(),),
+                    [sys.executable, "-m", "refitd.worker", *map(str, fds)],
+                    pass_fds=fds,
                     stdin=subprocess.DEVNULL,
                     env={**os.environ, **self._kits[worker].variables},
                     # Ctrl-C reaches the whole process group, but the daemon decides when workers end

@@ -56,6 +56,15 @@ class Links:
         here = self.dst == self.names.index(node)
         return {src: nbytes for (src, _), nbytes in self._summed(self.src[here], self.dst[here], self.nbytes[here])}
 
+    def neighbours(self) -> dict[str, set[str]]:
+        """Return the nodes that each node exchanges with."""
+        found: dict[str, set[str]] = {name: set() for name in self.names}
+        for pair in distinct(self.src.astype(np.int64) * len(self.names) + self.dst).tolist():
+            src, dst = (self.names[end] for end in divmod(pair, len(self.names)))
+            found[src].add(dst)
+            found[dst].add(src)
+        return found
+
     def by_nodes(self) -> dict[tuple[str, str], int]:
         """Return bytes by (source node, target node), in order."""
         return dict(self._summed(self.src, self.dst, self.nbytes))

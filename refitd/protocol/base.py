@@ -20,7 +20,7 @@ import xxhash
 from refitd.errors import ProtocolError
 
 # 1,000 x major + minor. docs/operate.md says which change raises which number; `check_version` compares.
-PROTOCOL_VERSION = 4_001
+PROTOCOL_VERSION = 5_000
 
 # Several times the size of a 100,000-tensor shard's registration, or of a 10,000-rank node's plan.
 MAX_MESSAGE_BYTES = 64 << 20

@@ -39,7 +39,6 @@ from refitd.protocol.reports import (
     NodeTrace,
 )
 from refitd.protocol.shards import SharedTensor, VersionOf
-from refitd.protocol.sidecar import LaneValue
 from refitd.states import ProofState, TransferMode
 
 # The code of the last Failure that a coordinator sends when it is stopped: another one may lead immediately.
@@ -245,8 +244,9 @@ class LiveIs(Message, frozen=True):
 class EpochPlan(Value, frozen=True):
     """The workers that exchange bytes between nodes. Worker i of each node is in lane i, at its node's position.
 
-    With a `gpu_service`, the workers of all `gpus` form one group more, over that service: its positions are the GPUs
-    of the first node, in order, then those of the next node. It moves the rows whose both ends are on GPUs.
+    A node is told only the nodes that it exchanges with, so each node has its own positions. With a `gpu_service`, the
+    workers of all `gpus` form one group more, over that service: its positions are the GPUs of the first node, in
+    order, then those of the next node. It moves the rows whose both ends are on GPUs.
     """
 
     id: Name
@@ -259,6 +259,11 @@ class EpochPlan(Value, frozen=True):
     key: Secret  # authenticates the epoch's workers to each other
     gpu_service: Label = ""  # "": the lanes move all rows
     gpus: tuple[tuple[Label, ...], ...] = ()  # of each node, with gpu_service
+    doors: tuple[tuple[Label, ...], ...] = ()  # HOST:PORT of each node's workers
+    gpu_doors: tuple[tuple[Label, ...], ...] = ()  # of the workers of its `gpus`
+    hops: Small = 0  # the largest number of nodes on one path
+    peers: Small = 0  # the largest number of peers of a worker in a lane, and
+    gpu_peers: Small = 0  # of a GPU
 
     @property
     def gpu_group(self) -> str:
@@ -272,12 +277,14 @@ class PlanPart(Value, frozen=True):
     table: dict[str, int | bytes | list[str]]
 
 
-class EpochPart(Value, frozen=True):
-    """Some of an epoch's nodes, in order, with their hosts. Sent packed, under its digest."""
+class PeerTable(Value, frozen=True):
+    """The nodes of an epoch that one node exchanges with, and itself. Sent packed, under its digest."""
 
     nodes: tuple[Name, ...]
     hosts: tuple[Label, ...]
     gpus: tuple[tuple[Label, ...], ...] = ()
+    doors: tuple[tuple[Label, ...], ...] = ()
+    gpu_doors: tuple[tuple[Label, ...], ...] = ()
 
 
 class NodeShare(Value, frozen=True):
@@ -312,16 +319,10 @@ class ShareRanks(Value, frozen=True):
     ranks: tuple[Count, ...]
 
 
-class EpochParts(Value, frozen=True):
-    """The digests of the EpochPart values of an epoch. Sent packed, under its digest."""
-
-    parts: tuple[Name, ...]
-
-
 class LoadPlan(Message, frozen=True):
     """One node's share of a plan, by digests: the message is short if the share has not changed.
 
-    `share`, `ranks` and `epoch_parts` ("" without an epoch) are the digests of a NodeShare, ShareRanks and EpochParts;
+    `share`, `ranks` and `peers` ("" without an epoch) are the digests of a NodeShare, ShareRanks and PeerTable;
     `epoch` lists no nodes. `given` has the packed values, and the packed parts that they name, that the node may lack.
     If the node still lacks some, its PlanLoaded counts them as `missing`.
     """
@@ -330,7 +331,7 @@ class LoadPlan(Message, frozen=True):
     model: Name
     share: Name
     ranks: Name
-    epoch_parts: Label = ""
+    peers: Label = ""
     epoch: EpochPlan | None = None
     given: dict[str, bytes] = msgspec.field(default_factory=dict)
 
@@ -426,7 +427,6 @@ NodeMessage = (
     | Withdraw
     | BeginPublish
     | PlanLoaded
-    | LaneValue
     | StageProgress
     | StageDone
     | StepReached
@@ -448,7 +448,6 @@ CoordinatorMessage = (
     | MayDrop
     | Failure
     | LoadPlan
-    | LaneValue
     | DropPlan
     | Fence
     | Stage

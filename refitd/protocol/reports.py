@@ -380,6 +380,7 @@ class LaneStatus(Value, frozen=True):
     numa: Small | None = None  # the NUMA node of its GPU, if known
     card: Label = ""  # the network card that it uses; "": none was found
     reaches: tuple[Small, ...] = ()  # workers whose GPUs its GPU can address
+    port: Small = 0  # workers of other nodes connect to it here; 0: unknown
 
 
 HEARTBEAT_S = 1.0  # between two heartbeats of a daemon

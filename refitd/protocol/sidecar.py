@@ -26,7 +26,7 @@ class ExchangeArenas(Message, frozen=True):
 
 
 class JoinEpoch(Message, frozen=True):
-    """Join an epoch at position `index` of `labels`. Reply: EpochJoined."""
+    """Join an epoch at position `index` of `labels`, whose workers listen at `doors`. Reply: EpochJoined."""
 
     epoch: Name
     service: Name
@@ -37,18 +37,10 @@ class JoinEpoch(Message, frozen=True):
     timeout_s: Seconds
     key: Secret
     device: Label = ""  # the GPU whose memory the service moves (refitd.buffers.cuda.name_of); "": main memory
-
-
-class LaneValue(Message, frozen=True):
-    """A worker's value for the other workers of its lane in an epoch.
-
-    It is sent from the worker to its daemon, the coordinator, the other nodes' daemons, and their workers.
-    """
-
-    epoch: Name
-    key: Name
-    value: bytes
-    lane: Small = 0  # between nodes
+    doors: tuple[Label, ...] = ()  # HOST:PORT
+    lane: Small = 0
+    hops: Small = 0  # see refitd.copy_services.Epoch; likewise
+    peers: Small = 0
 
 
 class LeaveEpoch(Message, frozen=True):
@@ -245,11 +237,10 @@ ToWorker = (
     | DropJob
     | ReadSpans
     | JoinEpoch
-    | LaneValue
     | LeaveEpoch
     | WarmUp
     | Wrote
 )
-FromWorker = WorkerReady | RunProgress | DropBases | BaseWrong | RunDone | SpansRead | LaneValue | EpochJoined
+FromWorker = WorkerReady | RunProgress | DropBases | BaseWrong | RunDone | SpansRead | EpochJoined
 DescriptorRequest = FetchArena | GiveArena | Goodbye | CommitDone | CommitFailed  # local.Told, too
 DescriptorReply = Greeting | ArenaDescriptor | Failure

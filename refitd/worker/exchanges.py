@@ -15,8 +15,10 @@ import numpy as np
 from refitd.addressing.paths import TransferList
 from refitd.addressing.places import extent_of
 from refitd.buffers.arena import MappedArena
-from refitd.copy_services import Arriving, Epoch, ExchangeService, Mailbox, PreparedJob, Route, RunResult, Transfers
+from refitd.copy_services import Arriving, Epoch, ExchangeService, PreparedJob, Route, RunResult, Transfers
+from refitd.copy_services.channels import Channel
 from refitd.copy_services.registry import Registry
+from refitd.copy_services.wires import Wires
 from refitd.dtypes import SOURCE_SIZES
 from refitd.errors import ConfigError, DeadlineExceeded, TransportError
 from refitd.protocol import sidecar
@@ -34,11 +36,14 @@ DEFAULT_S = 600.0
 class Exchanges:
     """The epochs that this worker is in. Joining the first one imports the modules that they need, including torch."""
 
-    def __init__(self, registry: Registry, arenas: Mapping[int, MappedArena], devices: Devices | None = None) -> None:
+    def __init__(
+        self, registry: Registry, arenas: Mapping[int, MappedArena], wires: Wires, devices: Devices | None = None
+    ) -> None:
         self._registry = registry
         self._arenas = arenas
+        self._wires = wires  # shared by all epochs
         self._devices = devices
-        self._services: dict[str, ExchangeService] = {}
+        self._joined: dict[str, tuple[ExchangeService, Channel]] = {}
 
     def warm_up(self, service: str) -> None:
         """Import the modules that a service needs; a missing one is reported when an epoch is joined."""
@@ -46,8 +51,8 @@ class Exchanges:
             if self._registry.find(service).join is not None:
                 torch_with_one_thread()
 
-    def join(self, message: sidecar.JoinEpoch, mailbox: Mailbox) -> None:
-        """Join an epoch; return once all of its workers have joined.
+    def join(self, message: sidecar.JoinEpoch) -> None:
+        """Join an epoch; return once all workers that this one exchanges with have joined.
 
         Raises:
             ConfigError: the service cannot run here.
@@ -70,29 +75,39 @@ class Exchanges:
         )
         if left <= 0:
             raise DeadlineExceeded(own)
+        key = message.key.data
+        channel = Channel(self._wires, message.epoch, message.index, message.labels, key)
         epoch = Epoch(
-            id=message.epoch,
+            id=f"{message.epoch}.{message.lane}",  # streams of two lanes have different MACs
             index=message.index,
             labels=message.labels,
             address=message.address,
             staging_bytes=message.staging_bytes,
-            mailbox=mailbox,
+            mailbox=channel,
             timeout=left,
-            key=message.key.data,
+            key=key,
             device=device,
+            hops=message.hops,
+            peers=message.peers,
         )
         try:
-            self._services[message.epoch] = join(epoch)
+            self._wires.join(channel, message.doors, left)
+            self._joined[message.epoch] = join(epoch), channel
         except DeadlineExceeded as exc:
+            self._wires.leave(channel)
             if spent < left:
                 raise
             raise DeadlineExceeded(f"{exc}; {own}") from exc  # this worker alone used up the time
+        except BaseException:
+            self._wires.leave(channel)
+            raise
 
     def leave(self, epoch: str) -> None:
-        """Close an epoch's service and its connections."""
-        service = self._services.pop(epoch, None)
-        if service is not None:
+        """Close an epoch's service. The connections to its workers stay, for the next epoch."""
+        if (joined := self._joined.pop(epoch, None)) is not None:
+            service, channel = joined
             service.close()
+            self._wires.leave(channel)
 
     def prepare(self, epoch: str, block: bytes) -> PreparedJob:
         """Build a job for these transfers.
@@ -104,9 +119,9 @@ class Exchanges:
         from refitd.copy_services.pieces import piece_of
         from refitd.mxfp8.parts import Converter
 
-        service = self._services.get(epoch)
-        if service is None:
+        if (joined := self._joined.get(epoch)) is None:
             raise TransportError(f"this worker is not in epoch {epoch}")
+        service, _ = joined
         rows = TransferList.from_bytes(block)
         on_gpus = self._devices.mapped(rows.arenas()) if self._devices is not None else {}
         arenas: dict[int, MappedArena | MappedDeviceArena] = {**self._arenas, **on_gpus}

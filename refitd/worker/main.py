@@ -15,8 +15,9 @@ from refitd.addressing.copies import ConversionList, CopyList
 from refitd.buffers import handoff
 from refitd.buffers.arena import MappedArena, die_with_parent
 from refitd.buffers.written import WHOLE, Written
-from refitd.copy_services import Arriving, DigestMismatch, Mailbox, MappedCopyService, PreparedJob
+from refitd.copy_services import Arriving, DigestMismatch, MappedCopyService, PreparedJob
 from refitd.copy_services.registry import Registry, installed
+from refitd.copy_services.wires import Wires
 from refitd.errors import ArenaError, DeadlineExceeded, PeerLost, RefitdError
 from refitd.protocol import local, sidecar
 from refitd.protocol.base import Decoder, encode
@@ -49,55 +50,35 @@ class DaemonLink:
             handoff.close_all(fds)
             raise
 
-    def await_value(self, epoch: str, key: str, values: dict[tuple[str, str], bytes], timeout: float) -> bytes:
-        """Return the value that another worker of the epoch put under `key`; other messages are queued for `next`.
+    def is_given_up(self, epoch: str) -> bool:
+        """Return whether the daemon has abandoned an epoch; all messages are queued for `next`."""
+        self._take_in()
+        return any(isinstance(kept, sidecar.LeaveEpoch) and kept.epoch == epoch for kept, _ in self._kept)
 
-        Raises:
-            DeadlineExceeded: the value has not arrived in time.
-            PeerLost: the daemon has abandoned the epoch.
-        """
-        deadline, wait = time.monotonic() + timeout, 0.0
-        try:
-            while True:
-                # read pending messages first: if LeaveEpoch is among them, do not wait for peers that have left
-                self._take_in(values, wait)
-                if any(isinstance(kept, sidecar.LeaveEpoch) and kept.epoch == epoch for kept, _ in self._kept):
-                    raise PeerLost("the epoch has been given up")
-                if (epoch, key) in values:
-                    return values[(epoch, key)]
-                wait = deadline - time.monotonic()
-                if wait <= 0:
-                    raise DeadlineExceeded(f"nobody left {key!r} within {timeout:.1f} s")
-        finally:
-            self._connection.settimeout(None)
-
-    def take(self, wanted: sidecar.ToWorker, values: dict[tuple[str, str], bytes]) -> bool:
+    def take(self, wanted: sidecar.ToWorker) -> bool:
         """Return whether this message has arrived, and remove it; other messages are queued for `next`."""
-        try:
-            self._take_in(values, 0.0)
-        finally:
-            self._connection.settimeout(None)
+        self._take_in()
         found = next((at for at, (kept, _) in enumerate(self._kept) if kept == wanted), None)
         if found is None:
             return False
         del self._kept[found]
         return True
 
-    def _take_in(self, values: dict[tuple[str, str], bytes], wait: float) -> None:
-        """Store received values and queue all other messages; wait up to `wait` seconds for the first one."""
+    def _take_in(self, wait: float = 0.0) -> None:
+        """Note which bytes are written, and queue all other messages; wait up to `wait` seconds for the first one."""
         self._connection.settimeout(wait)
-        while True:
-            try:
+        try:
+            while True:
                 message, fds = self._receive()
-            except (TimeoutError, BlockingIOError):
-                return
-            self._connection.settimeout(0.0)
-            if isinstance(message, sidecar.LaneValue):
-                values[(message.epoch, message.key)] = message.value
-            elif isinstance(message, local.Wrote):
-                self.wrote(message)
-            else:
-                self._kept.append((message, fds))
+                self._connection.settimeout(0.0)
+                if isinstance(message, local.Wrote):
+                    self.wrote(message)
+                else:
+                    self._kept.append((message, fds))
+        except (TimeoutError, BlockingIOError):
+            return
+        finally:
+            self._connection.settimeout(None)
 
     def wrote(self, message: local.Wrote) -> None:
         """Note which bytes of a version are written."""
@@ -112,12 +93,9 @@ class DaemonLink:
             known = self._written[arena] = version, Written()
         return known[1]
 
-    def await_message(self, values: dict[tuple[str, str], bytes], timeout: float) -> None:
+    def await_message(self, timeout: float) -> None:
         """Return once a message has arrived or `timeout` seconds have passed; keep it for `next`."""
-        try:
-            self._take_in(values, timeout)
-        finally:
-            self._connection.settimeout(None)
+        self._take_in(timeout)
 
     def say(self, message: sidecar.FromWorker) -> None:
         """Send a message."""
@@ -127,8 +105,8 @@ class DaemonLink:
 class Publications(Arriving):
     """The versions that clients write while a run copies them, as far as the daemon tells."""
 
-    def __init__(self, run: sidecar.RunJob, daemon: DaemonLink, values: dict[tuple[str, str], bytes]) -> None:
-        self._daemon, self._values, self._timeout_s = daemon, values, run.timeout_s
+    def __init__(self, run: sidecar.RunJob, daemon: DaemonLink) -> None:
+        self._daemon, self._timeout_s = daemon, run.timeout_s
         self._until = time.monotonic() + run.timeout_s
         self._of = {one.arena: one for one in run.unwritten}
         self.arenas = frozenset(self._of)
@@ -148,7 +126,7 @@ class Publications(Arriving):
                     f"{self._timeout_s:.1f} s; look at its trainer, raise deadlines.stage_s, or swap once it has "
                     "published"
                 )
-            self._daemon.await_message(self._values, left)
+            self._daemon.await_message(left)
 
     def wait_for_all(self) -> None:
         """Return once the versions are complete."""
@@ -156,25 +134,11 @@ class Publications(Arriving):
             self.wait(arena, 0, WHOLE)
 
 
-class EpochMailbox(Mailbox):
-    """Carries an epoch's values through the daemon."""
-
-    def __init__(self, epoch: str, daemon: DaemonLink, values: dict[tuple[str, str], bytes]) -> None:
-        self._epoch, self._daemon, self._values = epoch, daemon, values
-
-    def put(self, key: str, value: bytes) -> None:
-        """See Mailbox.put."""
-        self._daemon.say(sidecar.LaneValue(epoch=self._epoch, key=key, value=value))
-
-    def get(self, key: str, timeout: float) -> bytes:
-        """See Mailbox.get."""
-        return self._daemon.await_value(self._epoch, key, self._values, timeout)
-
-
 class Worker:
     """Owns one worker's copy services and handles the daemon's messages, one at a time."""
 
-    def __init__(self, connection: socket.socket, registry: Registry) -> None:
+    def __init__(self, connection: socket.socket, registry: Registry, door: socket.socket | None = None) -> None:
+        """Workers of other nodes connect to `door`."""
         self._daemon = DaemonLink(connection)
         self._registry = registry
         make = registry.find("shm").mapped
@@ -182,8 +146,8 @@ class Worker:
         self._service: MappedCopyService = make()
         self._arenas: dict[int, MappedArena] = {}
         self._devices = Devices(registry, self._arenas)
-        self._exchanges = Exchanges(registry, self._arenas, self._devices)
-        self._values: dict[tuple[str, str], bytes] = {}
+        wires = Wires(door, self._daemon.is_given_up)
+        self._exchanges = Exchanges(registry, self._arenas, wires, self._devices)
         self._jobs: dict[int, PreparedJob | str] = {}  # a str: why the job could not be prepared
 
     def serve(self) -> None:
@@ -215,11 +179,8 @@ class Worker:
                     self._devices.exchange(arena, other)
             case sidecar.JoinEpoch():
                 self._join(message)
-            case sidecar.LaneValue(epoch, key, value):
-                self._values[(epoch, key)] = value
             case sidecar.LeaveEpoch(epoch):
                 self._exchanges.leave(epoch)
-                self._values = {at: value for at, value in self._values.items() if at[0] != epoch}
             case sidecar.WarmUp(service):
                 self._exchanges.warm_up(service)
             case sidecar.LoadJob(job, nbytes, epoch, converts):
@@ -237,7 +198,7 @@ class Worker:
 
     def _join(self, message: sidecar.JoinEpoch) -> None:
         try:
-            self._exchanges.join(message, EpochMailbox(message.epoch, self._daemon, self._values))
+            self._exchanges.join(message)
         except RefitdError as exc:
             reason = str(exc)
         else:
@@ -279,7 +240,7 @@ class Worker:
                     ends_comparing=partial(self._ends_comparing, run),
                     on_wrong_base=partial(self._daemon.say, sidecar.BaseWrong(run=run)),
                 )
-            arriving = Publications(message, self._daemon, self._values) if message.unwritten else None
+            arriving = Publications(message, self._daemon) if message.unwritten else None
             if not prepared.follow(arriving) and arriving is not None:
                 arriving.wait_for_all()
             result = prepared.run(verify=message.verify, on_progress=progress, timeout=message.timeout_s or None)
@@ -305,7 +266,7 @@ class Worker:
 
     def _ends_comparing(self, run: int) -> bool:
         """Return whether the daemon asks for the memory of this run's bases; if so, confirm that it is unused."""
-        is_asked = self._daemon.take(sidecar.DropBases(run=run), self._values)
+        is_asked = self._daemon.take(sidecar.DropBases(run=run))
         if is_asked:
             self._daemon.say(sidecar.DropBases(run=run))
         return is_asked
@@ -318,9 +279,10 @@ def _only(fds: tuple[int, ...]) -> int:
 
 
 def main() -> int:
-    """Run as `python -m refitd.worker FD`; FD is this end of the daemon's socket pair."""
+    """Run as `python -m refitd.worker FD DOOR`: this end of the daemon's socket pair, and a listening socket."""
     die_with_parent()
-    worker = Worker(socket.socket(fileno=int(sys.argv[1])), installed())
+    connection, *door = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
+    worker = Worker(connection, installed(), *door)
     try:
         worker.serve()
     except PeerLost:

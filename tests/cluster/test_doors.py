@@ -36,7 +36,7 @@ def test_a_directory_that_others_may_enter_is_refused(shared_daemon: Daemon) -> 
 
 
 NONSENSE: list[tuple[object, str]] = [
-    ({"type": "Explode"}, "'Explode' refused: it is not one that protocol 4."),
+    ({"type": "Explode"}, "'Explode' refused: it is not one that protocol 5."),
     ({"type": "StartSwap"}, "missing required field `model`"),
     ({"type": "StartSwap", "model": 5}, "Expected `str`, got `int`"),
     ({"type": "StartSwap", "model": policy(), "version": 1 << 62 | 1}, "version"),
@@ -81,7 +81,7 @@ def test_messages_and_frames_that_make_no_sense_are_refused_and_change_nothing(d
 def test_another_protocol_version_is_refused_with_both_numbers(shared_daemon: Daemon) -> None:
     with RawPeer(shared_daemon.directory, hello=False) as peer:
         answer = said(peer, msgpack.packb([7, {"type": "Hello", "protocol": 99, "token": b""}]))
-        assert "this client speaks protocol 99, the daemon 4." in str(answer["message"])
+        assert "this client speaks protocol 99, the daemon 5." in str(answer["message"])
 
 
 def test_a_message_of_absurd_size_ends_the_connection_not_the_daemon(daemon: Daemon) -> None:

@@ -1,26 +1,23 @@
-"""Foreign connections to the workers' ports during a meeting: it is repeated, and swaps succeed."""
+"""Foreign connections to the workers' ports: workers meet, and swaps succeed."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
-import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import refitd
-from refitd.copy_services import Epoch, Mailbox, gloo
-from refitd.copy_services.peers import MailboxStore, Peers
-from refitd.copy_services.waits import Deadline
+from refitd.copy_services import Epoch, Mailbox, tcp, wires
+from refitd.copy_services.channels import HELLO, NONCE, PROOF, Channel, frame_of
+from refitd.copy_services.wires import Wires, listen_at
 from refitd.errors import DeadlineExceeded
 from refitd.testing import Daemon, Engine
 from tests.support.names import policy
@@ -206,34 +203,27 @@ class OnBoard(Mailbox):
 
 
 def meet(
-    board: Board,
     size: int,
     timeout: float,
-    put: Callable[[int, str, bytes], bytes | None] = lambda index, key, value: None,
+    put: Callable[[bytes], bytes | None] = lambda address: None,
     keys: dict[int, bytes] | None = None,
 ) -> list[Any]:
     """Have threads meet; return the result of each, a service or an error.
 
-    `put` is called with each value that a thread posts, and may return a replacement. `keys` has the keys of threads
-    that do not use KEY.
+    `put` is called with each address that a thread tells the others, and may return a replacement. `keys` has the keys
+    of threads that do not use KEY.
     """
-    labels = tuple(f"worker 0 on node n{i}" for i in range(size))
+    labels, board = tuple(f"worker 0 on node n{i}" for i in range(size)), Board()
     found: list[object] = [None] * size
 
     class Watched(OnBoard):
-        def __init__(self, index: int) -> None:
-            super().__init__(board)
-            self._index = index
-
         def put(self, key: str, value: bytes) -> None:
-            if not key.startswith("here/"):
-                value = put(self._index, key, value) or value
-            super().put(key, value)
+            super().put(key, put(value) or value)
 
     def join(index: int) -> None:
-        epoch = Epoch("e", index, labels, "127.0.0.1", 1 << 20, Watched(index), timeout, (keys or {}).get(index, KEY))
+        epoch = Epoch("e", index, labels, "127.0.0.1", 1 << 20, Watched(board), timeout, (keys or {}).get(index, KEY))
         try:
-            found[index] = gloo.join(epoch)
+            found[index] = tcp.join(epoch)
         except refitd.RefitdError as exc:
             found[index] = exc
 
@@ -246,145 +236,37 @@ def meet(
     return found
 
 
-def test_no_port_is_open_before_all_have_come() -> None:
-    board = Board()
-    epoch = Epoch(
-        "e", 0, ("worker 0 on node n0", "worker 0 on node n1"), "127.0.0.1", 1 << 20, OnBoard(board), 0.2, KEY
-    )
-    before = gloo.listening()
-    with pytest.raises(DeadlineExceeded, match="worker 0 on node n1 did not come"):
-        gloo.join(epoch)
-    assert list(board.values) == ["here/0"] and gloo.listening() == before
+@pytest.mark.parametrize("says", ["nothing", "noise", "hello", "proof"])
+def test_workers_meet_although_strangers_connect_first_and_come_as_one_of_them(says: str) -> None:
+    channel = Channel(Wires(None), "e", 0, ("worker 0 on node n1", "worker 0 on node n0"), KEY).id
+    hello = frame_of(HELLO, bytes(8), 0, 0, b"worker 0 on node n1\0worker 0 on node n0").parts[0]
+    proof = b"".join(frame_of(kind, channel, 0, 0, bytes(size)).parts[0] for kind, size in ((NONCE, 32), (PROOF, 16)))
+    said = {"nothing": b"", "noise": b"\xff" * 64, "hello": bytes(hello), "proof": bytes(hello) + proof}[says]
+    held: list[socket.socket] = []
 
+    def stranger(address: bytes) -> None:
+        for _ in range(100):  # more than a worker keeps
+            held.append(socket.create_connection(("127.0.0.1", int(address.rpartition(b":")[2]))))
+            with contextlib.suppress(ConnectionError):
+                held[-1].sendall(said)
 
-def test_a_meeting_ends_with_the_time_of_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "MEET_S", 60.0)
-    timeout, came, deadlines = 30.0, {}, []
-
-    def late(index: int, key: str, value: bytes) -> None:
-        came.setdefault(index, time.monotonic())
-        if index == 1:
-            time.sleep(0.1)  # while the other thread waits for its place
-
-    def gathers(peers: Peers, record: bytes, deadline: Deadline, purpose: str) -> list[bytes]:
-        deadlines.append(deadline.at)
-        return gathered(peers, record, deadline, purpose)
-
-    gathered = Peers.all_gather
-    monkeypatch.setattr(Peers, "all_gather", gathers)
-    for service in meet(Board(), 2, timeout, late):
-        assert isinstance(service, gloo.GlooService)
-        service.close()
-    assert len(deadlines) == 2 and max(deadlines) <= max(came.values()) + timeout
-
-
-TAKER = """
-import contextlib, socket, struct, sys
-held = []
-for line in sys.stdin:
-    port, *places = map(int, line.split())
-    for place in places:
-        with contextlib.suppress(ConnectionError):  # its owner has closed it since it was listed
-            peer = socket.create_connection(("127.0.0.1", port), timeout=10)
-            held.append((peer, peer.getsockname()[1]))
-            peer.sendall(struct.pack("<q", place))
-    print(*(own for _, own in held), flush=True)
-"""
-
-
-class Thief:
-    """Takes every place before the worker connects, as if it had guessed the place's number."""
-
-    def __init__(self, meetings: int) -> None:
-        self._meetings = meetings
-        self.ports: set[int] = set()  # its ends of connections
-        self._one = threading.Lock()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", TAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def __call__(self, index: int, key: str, value: bytes) -> None:
-        number, _, rest = key.partition("/")
-        if int(number) >= self._meetings or rest.startswith("word"):
-            return
-        places = [struct.unpack_from("<q", value, at)[0] for at in range(len(value) - 8 * 3, len(value), 8)]
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        with self._one:
-            for port in {*gloo.listening().values()}:  # the worker's own one is among them
-                process.stdin.write(f"{port} {' '.join(map(str, places))}\n")
-                process.stdin.flush()
-                self.ports |= {*map(int, process.stdout.readline().split())}
-        until = time.monotonic() + 5.0
-        while self._has_unread() and time.monotonic() < until:
-            time.sleep(0.002)
-
-    def _has_unread(self) -> bool:
-        """Whether gloo has not read yet what was sent to it; the worker itself must connect later."""
-        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        return any(int(row[2].split(":")[1], 16) in self.ports and not row[4].endswith(":00000000") for row in rows)
-
-    def close(self) -> None:
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            stream.close()
-        self._process.wait(10)
-
-
-def test_meeting_that_a_stranger_has_taken_a_place_in_is_held_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "MEET_S", 1.0)
-    thief, board = Thief(meetings=2), Board()
-    try:
-        found = meet(board, 3, 30.0, thief)
-    finally:
-        thief.close()
-    assert all(isinstance(service, gloo.GlooService) for service in found), found
-    assert {key.partition("/")[0] for key in board.values} >= {"here", "0", "1", "2"}
-
-
-@pytest.mark.slow
-def test_workers_that_a_stranger_keeps_apart_say_how_often_they_have_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "MEET_S", 2.0)
-    monkeypatch.setattr(gloo, "MEETINGS", 3)
-    thief = Thief(meetings=100)
-    try:
-        found = meet(Board(), 3, 30.0, thief)
-    finally:
-        thief.close()
-    for error in found:
-        assert isinstance(error, refitd.TransportError)
-        assert "in 3 attempts: " in str(error) and "no other program connects" in str(error)
-
-
-def test_ports_are_shut_and_numbers_are_others_once_all_have_met() -> None:
-    before = gloo.listening()
-    numbers = set()
-
-    def look(index: int, key: str, value: bytes) -> None:
-        if key.endswith(f"/{index}") and "word" not in key:
-            numbers.add(struct.unpack_from("<q", value, len(value) - 8)[0])
-
-    for _ in range(8):
-        found = meet(Board(), 2, 20.0, look)
-        assert all(isinstance(service, gloo.GlooService) for service in found), found
-        doors = {fd: port for fd, port in gloo.listening().items() if fd not in before}
-        assert len(doors) >= 2
-        for port in doors.values():
-            with pytest.raises(TimeoutError):
-                socket.create_connection(("127.0.0.1", port), timeout=0.2)
-        del found
-    assert len(numbers) > 12, "places have the same numbers again and again"
+    services = meet(2, 30.0, stranger)
+    assert all(isinstance(service, tcp.TcpService) for service in services), services
+    sent = torch.arange(1 << 18)
+    found, errors = run_both(services, sent)
+    assert errors == ["", ""] and torch.equal(found, sent)
+    for end in (*held, *services):
+        end.close()
 
 
 def test_workers_whose_keys_differ_move_nothing_and_name_each_other() -> None:
-    found = meet(Board(), 2, 30.0, keys={1: bytes(32)})
-    for error in found:
+    found = meet(2, 2.0, keys={1: bytes(32)})
+    for error, other in zip(found, ("n1", "n0"), strict=True):
         assert isinstance(error, refitd.TransportError), error
-        for node in ("n0", "n1"):
-            assert f"the process that came as worker 0 on node {node} does not hold the key of epoch e" in str(error)
+        assert f"the process that came as worker 0 on node {other} does not hold the key of epoch e" in str(error)
 
 
-def run_both(services: Sequence[gloo.GlooService], sent: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
+def run_both(services: Sequence[tcp.TcpService], sent: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
     """Have the first service send; return the second one's tensors, and the class of each error."""
     found, errors = torch.zeros_like(sent), ["", ""]
     services[0].send(0, sent, 1)
@@ -408,10 +290,8 @@ def run_both(services: Sequence[gloo.GlooService], sent: torch.Tensor) -> tuple[
 def test_bits_that_somebody_on_the_path_flips_are_found_and_the_next_run_works() -> None:
     between = Proxies()
     try:
-        services = meet(
-            Board(), 2, 40.0, lambda index, key, value: None if "word" in key else between.instead(index, value)
-        )
-        assert all(isinstance(service, gloo.GlooService) for service in services), services
+        services = meet(2, 40.0, between.instead)
+        assert all(isinstance(service, tcp.TcpService) for service in services), services
         sent = torch.arange(1 << 18)
         for flips in (False, True, False):
             if flips:
@@ -430,39 +310,20 @@ def test_bits_that_somebody_on_the_path_flips_are_found_and_the_next_run_works()
         between.close()
 
 
-def test_worker_that_does_not_come_is_still_named() -> None:
+def test_a_worker_that_cannot_be_reached_is_named_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wires, "UNREACHABLE_S", 0.3)
+    with listen_at("127.0.0.1") as closed:
+        there = f"127.0.0.1:{closed.getsockname()[1]}"
+    labels = "worker 0 on node n1", "worker 0 on node n0"
+    mine = Wires(None)
+    with pytest.raises(
+        refitd.TransportError, match=rf"{labels[0]} cannot reach {labels[1]} at {there}: Connection ref"
+    ):
+        mine.join(Channel(mine, "e", 0, labels, KEY), ["", there], 20.0)
+    mine.close()
+
+
+def test_a_worker_that_does_not_come_is_named() -> None:
     labels = ("worker 0 on node n0", "worker 0 on node n1")
     with pytest.raises(DeadlineExceeded, match=r"worker 0 on node n1 did not come to epoch e within 0\.5 s$"):
-        gloo.join(Epoch("e", 0, labels, "127.0.0.1", 1 << 20, OnBoard(Board()), 0.5, KEY))
-
-
-@pytest.mark.parametrize("others_meet_again", [True, False])
-def test_meetings_share_one_deadline_and_the_first_cause_is_told(
-    monkeypatch: pytest.MonkeyPatch, others_meet_again: bool
-) -> None:
-    labels = ("worker 0 on node n0", "worker 0 on node n1")
-    deadlines, board = [], Board()
-    OnBoard(board).put("here/1", b"1")
-
-    class Disturbed:
-        reason = "strangers came"
-
-        def __init__(self, epoch: Epoch, deadline: Deadline, number: int, seconds: float) -> None:
-            deadlines.append(deadline)
-            self._store = MailboxStore(epoch, deadline, f"{number}/")
-            self._number = number
-
-        def hold(self) -> bool:
-            if others_meet_again:
-                time.sleep(0.4)
-            elif self._number:
-                self._store.get("0/1")
-            return False
-
-    monkeypatch.setattr(gloo, "_Meeting", Disturbed)
-    with pytest.raises(refitd.TransportError, match="strangers came") as caught:
-        gloo.join(Epoch("e", 0, labels, "127.0.0.1", 1 << 20, OnBoard(board), 1.0, KEY))
-    assert len({*deadlines}) == 1 and len(deadlines) < gloo.MEETINGS, "none is held when the time is over"
-    assert ("worker 0 on node n1 did not come to epoch e within 1.0 s; before, " in str(caught.value)) is not (
-        others_meet_again
-    )
+        tcp.join(Epoch("e", 0, labels, "127.0.0.1", 1 << 20, OnBoard(Board()), 0.5, KEY))

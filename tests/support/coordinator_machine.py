@@ -22,7 +22,7 @@ from refitd.coordinator.plans import make_plan
 from refitd.coordinator.state import NODE_SILENCE_S, CoordinatorState
 from refitd.coordinator.swap_queue import MAX_QUEUED
 from refitd.errors import CommitError, RefitdError
-from refitd.protocol import cluster, local, sidecar
+from refitd.protocol import cluster, local
 from refitd.states import Log, Tick
 from tests.support.coordinator_harness import Numbered
 from tests.support.coordinator_sims import Sim
@@ -351,7 +351,6 @@ class CoordinatorMachine(RuleBasedStateMachine):
             local.CommitFailed(swap=swap, member=member, reason="r"),
             cluster.PlanLoaded(plan="p", epoch="e"),
             cluster.PlanLoaded(plan="p", epoch="e", where="w", reason="r"),
-            sidecar.LaneValue(epoch="e", lane=0, key="k", value=b"v"),
             local.Publish(member=member, version=3),
             local.Deregister(member=member, reason="r", detached=True),
         )[what]

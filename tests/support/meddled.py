@@ -1,7 +1,7 @@
 """Workers whose received messages are altered as the file in MEDDLES_FILE says.
 
 The folder that `install` makes is put in PYTHONPATH. Its `sitecustomize` runs at the start of every process and wraps
-`gloo.join` once a worker imports it.
+`tcp.join` once a worker imports it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "MEDDLES_FILE"
-WATCHED = "refitd.copy_services.gloo"
+WATCHED = "refitd.copy_services.tcp"
 
 _SITECUSTOMIZE = f"""
 import importlib.util, sys
@@ -34,9 +34,9 @@ sys.meta_path.insert(0, Watch())
 """
 
 
-def wrap(gloo: Any) -> None:
+def wrap(tcp: Any) -> None:
     """Alter what the services of this process receive."""
-    join = gloo.join
+    join = tcp.join
 
     def joined(epoch: Any) -> Any:
         from refitd.testing.conformance.meddling import Between
@@ -51,9 +51,9 @@ def wrap(gloo: Any) -> None:
         service.run = meddled
         return service
 
-    gloo.join = joined
+    tcp.join = joined
 
 
 def install(folder: Path) -> None:
-    """Make a folder whose presence in PYTHONPATH wraps gloo."""
+    """Make a folder whose presence in PYTHONPATH wraps tcp."""
     (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)

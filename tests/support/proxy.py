@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import socket
-import struct
 import threading
 
 _CHUNK = 1 << 16
-_LOCAL = socket.inet_aton("127.0.0.1")
 
 
 class Proxies:
-    """Replaces each address that a gloo worker sends to the others.
-
-    Of two workers the one with the higher address connects. Each compares its own address with the one that it
-    received, ports by their bytes in memory: the lower byte first. To make both agree, the proxies of one worker use 0
-    as that byte and the proxies of the other worker 255.
-    """
+    """Replaces the addresses that workers tell each other by those of proxies."""
 
     def __init__(self) -> None:
         self._listeners: list[socket.socket] = []
@@ -26,16 +18,13 @@ class Proxies:
         self.flips = threading.Event()  # whether a bit of the next large piece is flipped; cleared when that is done
         self.passed = 0  # bytes
 
-    def instead(self, index: int, value: bytes) -> bytes:
-        """Return the address message of gloo worker `index` (0 or 1), with a proxy's port instead of its own."""
-        at = value.find(_LOCAL)
-        if at < 2:
-            return value
-        (port,) = struct.unpack_from("!H", value, at - 2)
-        listener = _listener(255 if index else 0)
+    def instead(self, address: bytes) -> bytes:
+        """Return the address of a proxy for the worker at HOST:PORT."""
+        host, _, port = address.decode().rpartition(":")
+        listener = socket.create_server((host, 0))
         self._listeners.append(listener)
-        threading.Thread(target=self._serve, args=(listener, port), daemon=True).start()
-        return value[: at - 2] + struct.pack("!H", listener.getsockname()[1]) + value[at:]
+        threading.Thread(target=self._serve, args=(listener, int(port)), daemon=True).start()
+        return f"{host}:{listener.getsockname()[1]}".encode()
 
     def _serve(self, listener: socket.socket, port: int) -> None:
         with contextlib.suppress(OSError):
@@ -62,13 +51,3 @@ class Proxies:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
-
-
-def _listener(low_byte: int) -> socket.socket:
-    """Return a listener whose port ends in this byte."""
-    ports = [number << 8 | low_byte for number in range(16, 128)]  # below the range of ephemeral ports
-    random.shuffle(ports)
-    for port in ports:
-        with contextlib.suppress(OSError):  # the port is in use
-            return socket.create_server(("127.0.0.1", port))
-    raise OSError(f"no free port of {len(ports)}")

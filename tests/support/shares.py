@@ -9,9 +9,10 @@ import numpy as np
 from msgspec import structs
 
 from refitd.coordinator.plans import HeldParts, Shared, make_plan
+from refitd.daemon.jobs import gpu_seats
 from refitd.describe.metadata import Roster
 from refitd.protocol.base import unpack
-from refitd.protocol.cluster import EpochPart, EpochParts, EpochPlan, LoadPlan, NodeShare, ShareRanks
+from refitd.protocol.cluster import EpochPlan, LoadPlan, NodeShare, PeerTable, ShareRanks
 
 
 def load_of(
@@ -36,13 +37,21 @@ def rows_at(shared: Shared[Any], node: str) -> Any:
     return shared.table.rows_of(np.asarray(shared.uses[shared.start[number] : shared.start[number + 1]]))
 
 
+def everyone(epoch: EpochPlan, node: str = "n0") -> dict[tuple[int, int], tuple[int, ...]]:
+    """Return the partners of a node's workers (LocalEpochs.join) if all workers of a lane exchange with each other."""
+    at, seats = epoch.nodes.index(node), list(gpu_seats(epoch))
+    met = {(lane, at): tuple(range(len(epoch.nodes))) for lane in range(epoch.lanes)}
+    mine = [seat for seat, (home, _) in enumerate(seats) if home == at]
+    return met | {(epoch.lanes, seat): tuple(range(len(seats))) for seat in mine}
+
+
 class Opened(NamedTuple):
     """The content of a message."""
 
     members: tuple[str, ...]
     ranks: tuple[int, ...]
     seeds: tuple[int, ...]  # ranks
-    nodes: tuple[str, ...]  # of the epoch
+    nodes: tuple[str, ...]  # the node's peers in the epoch, and itself
 
 
 class Shares(dict[str, bytes]):
@@ -53,7 +62,5 @@ class Shares(dict[str, bytes]):
         self |= load.given
         share = unpack(self[load.share], NodeShare, load.share)
         ranks = unpack(self[load.ranks], ShareRanks, load.ranks).ranks
-        listed = unpack(self[load.epoch_parts], EpochParts, load.epoch_parts).parts if load.epoch_parts else ()
-        nodes = [unpack(self[part], EpochPart, part).nodes for part in listed]
-        found = tuple(sorted(name for names in nodes for name in names))
-        return Opened(share.members, ranks, tuple(ranks[at] for at in share.seeds), found)
+        nodes = unpack(self[load.peers], PeerTable, load.peers).nodes if load.peers else ()
+        return Opened(share.members, ranks, tuple(ranks[at] for at in share.seeds), nodes)

@@ -289,7 +289,7 @@ def test_a_packed_value_of_another_minor_version_is_understood() -> None:
 
 
 def test_a_kind_that_a_newer_minor_version_has_is_told_from_a_message_that_is_wrong() -> None:
-    with pytest.raises(UnknownKind, match=r"'Explode' refused: it is not one that protocol 4\.\d+ has here") as caught:
+    with pytest.raises(UnknownKind, match=r"'Explode' refused: it is not one that protocol 5\.\d+ has here") as caught:
         DECODER.decode(msgpack.packb([7, {"type": "Explode", "model": "m"}]))
     assert caught.value.request_id == 7
     for wrong in ({"type": "GetPlan"}, {}, {"type": 5}):

@@ -6,9 +6,11 @@ import pytest
 
 from refitd import ParameterMetadata
 from refitd.config import Config, TransportConfig
+from refitd.coordinator import epochs
 from refitd.daemon.plans import KeptParts, Missing
-from refitd.protocol import cluster, local, sidecar
+from refitd.protocol import cluster, local
 from refitd.protocol.base import digest_of, pack
+from refitd.protocol.reports import LaneStatus
 from refitd.protocol.shards import shard_of
 from tests.support.coordinator_harness import Harness, kinds, reports
 
@@ -43,16 +45,27 @@ def test_rows_between_nodes_make_an_epoch_of_as_many_lanes_as_the_smaller_node_h
     assert kinds(loaded(h, plan)) == ["Stage", "Stage"]
 
 
-def test_what_a_worker_leaves_reaches_the_other_nodes_of_its_epoch_only() -> None:
-    h, plan = two_nodes()
-    h.join("n2", pid=12)
-    assert plan.epoch is not None
-    left = sidecar.LaneValue(epoch=plan.epoch.id, lane=1, key="k", value=b"v")
-    h.say("n0", left)
-    assert h.sent == [("n1", 0, sidecar.LaneValue(epoch=plan.epoch.id, lane=1, key="k", value=b"v"))]
-    assert h.say("n2", left) == []
-    assert h.say("n0", sidecar.LaneValue(epoch=plan.epoch.id, lane=2, key="k", value=b"v")) == []
-    assert h.say("n0", sidecar.LaneValue(epoch="another", lane=0, key="k", value=b"v")) == []
+def test_a_node_is_told_where_the_workers_of_its_peers_listen_and_of_no_other_node() -> None:
+    """A source on n0 and n2, targets on n1 and n3; n9 has no member."""
+    h = Harness()
+    for number in (0, 1, 2, 3, 9):
+        lanes = tuple(LaneStatus(port=7000 + 10 * number + lane) for lane in range(2))
+        h.join(f"n{number}", pid=10 + number, workers=(1, 2), lanes=lanes, address=f"10.0.0.{number}")
+    for rank in (0, 1):
+        shard = shard_of([ParameterMetadata(f"w{rank}", (4, 4), "bfloat16", 2, resolved_name=f"w{rank}")])
+        for member, node, replica in ((f"src{rank}", f"n{2 * rank}", ""), (f"a{rank}", f"n{2 * rank + 1}", "a")):
+            h.say(node, cluster.DescribeShard(digest=digest_of(shard), packed=pack(shard)))
+            h.add(member, node, digest=digest_of(shard), rank=rank, world_size=2, replica=replica)
+        h.say(f"n{2 * rank}", local.Publish(member=f"src{rank}", version=1))
+    h.say("n0", local.StartSwap("m"), request=2)
+    loads = {node: message for node, _, message in h.sent if isinstance(message, cluster.LoadPlan)}
+    assert set(loads) == {"n0", "n1", "n2", "n3"} and len(loads) == len(h.sent) - 1, "one message to each node"
+    for node, pair in (("n0", "n0 n1"), ("n1", "n0 n1"), ("n2", "n2 n3"), ("n3", "n2 n3")):
+        found = KeptParts().tables(loads[node])
+        assert not isinstance(found, Missing) and found.epoch is not None
+        assert found.epoch.nodes == tuple(pair.split()) and found.epoch.peers == 1
+        for name, doors in zip(found.epoch.nodes, found.epoch.doors, strict=True):
+            assert doors == tuple(f"10.0.0.{name[1:]}:{7000 + 10 * int(name[1:]) + lane}" for lane in range(2))
 
 
 def test_words_that_others_cross_on_their_way_are_not_refused() -> None:
@@ -151,8 +164,7 @@ def test_a_catch_up_that_gives_way_ends_once_its_epoch_is_formed() -> None:
         assert h.say(node, cluster.PlanLoaded(plan=catch_up.plan, epoch=catch_up.epoch.id)) == []
     ended = h.say(last, cluster.PlanLoaded(plan=catch_up.plan, epoch=catch_up.epoch.id))
     assert "Abort" in kinds(ended) and "Stage" not in kinds(ended)
-    (asked,) = {m.plan: m for m in ended if isinstance(m, cluster.LoadPlan)}.values()
-    assert set(h.shares.open(asked).nodes) == {"n0", "n1", "n2"}
+    assert {node for node, _, m in h.sent if isinstance(m, cluster.LoadPlan)} == {"n0", "n1", "n2"}
 
 
 def test_an_aborted_swap_ends_the_epoch_of_the_plan_that_is_kept_for_the_next_one() -> None:
@@ -236,11 +248,14 @@ def test_an_epoch_uses_a_service_that_all_its_nodes_have_and_gpus_form_a_group_o
     assert (epoch.service, epoch.gpu_service) == formed
     assert tuple(filter(None, epoch.gpus)) == ((("GPU-a",), ("GPU-b",)) if formed[1] else ())
     assert found.gpu == ({0: 0, 1: 1} if formed[1] else {})
-    if formed[1]:
-        value = sidecar.LaneValue(epoch=epoch.gpu_group, lane=9, key="k", value=b"v")
-        h.sent.clear()
-        h.say("n0", value)
-        assert h.sent == [("n1", 0, value)]
+
+
+def test_too_many_gpus_for_one_group_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epochs, "MAX_GROUP", 1)
+    h = planned("nccl", GPUS, ("", ""))
+    (report,) = reports([m for _, _, m in h.sent])
+    assert "nccl needs one group of the 2 GPUs of nodes n0 to n1" in report.reason
+    assert "a group may have 1, because each of its workers connects to all others" in report.reason
 
 
 @pytest.mark.parametrize(

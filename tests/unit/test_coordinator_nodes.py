@@ -7,6 +7,7 @@ import msgspec
 from refitd.config import Config
 from refitd.coordinator import actions as act
 from refitd.coordinator.metrics import figures
+from refitd.coordinator.nodes import RESERVED_FILES
 from refitd.coordinator.state import NODE_SILENCE_S
 from refitd.errors import CommitError
 from refitd.protocol import cluster, local
@@ -330,3 +331,15 @@ def test_an_automatic_swap_waits_in_silence_for_a_drained_source():
     assert sent == [local.Done()]
     resume(h, "n0")
     assert any(isinstance(m, cluster.LoadPlan) for _, _, m in h.sent)
+
+
+def test_more_nodes_than_the_coordinator_may_open_files_for_are_refused_with_the_limit() -> None:
+    h = Harness()
+    h.state.max_files = RESERVED_FILES + 2
+    h.join("n0").join("n1", pid=11)
+    hello = cluster.NodeHello(PROTOCOL_VERSION, NodeStatus("n2", "h", 12, (), 0, 0, 0))
+    (refused,) = h.say("n2", hello)
+    assert isinstance(refused, local.Failure)
+    assert refused.message.startswith("node 'n2': 2 nodes are connected, and this coordinator may open only 66 files")
+    assert "RLIMIT_NOFILE" in refused.message and "raise LimitNOFILE" in refused.message
+    h.join("n1", pid=11)  # a node that is known may return

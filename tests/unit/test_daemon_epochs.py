@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from msgspec import structs
 
 from refitd.daemon import actions as act
 from refitd.daemon.effects import Effects, ToCoordinator, ToWorker
@@ -13,7 +12,7 @@ from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION, Message, Secret
 from refitd.protocol.shards import metadata_of
 from tests.support.daemon_harness import SHARD, SOURCE, Harness
-from tests.support.shares import load_of
+from tests.support.shares import everyone, load_of
 
 
 def crossing_plan(h: Harness, epoch: str = "e1", lanes: int = 2) -> cluster.LoadPlan:
@@ -42,10 +41,6 @@ def test_a_plan_between_nodes_is_loaded_once_every_lane_has_met_its_peer() -> No
         (0, 0, "worker 0 on node n1 (host h1)"),
         (1, 0, "worker 1 on node n1 (host h1)"),
     ]
-    h.feed(act.WorkerSaid(1, sidecar.LaneValue(epoch="e1", key="k", value=b"v")))
-    assert h.to_coordinator[-1] == sidecar.LaneValue(epoch="e1", lane=1, key="k", value=b"v")
-    h.feed(act.CoordinatorSaid(0, sidecar.LaneValue(epoch="e1", lane=1, key="q", value=b"w")))
-    assert h.to_worker[-1] == (1, sidecar.LaneValue(epoch="e1", key="q", value=b"w"))
     h.feed(act.WorkerSaid(0, sidecar.EpochJoined(epoch="e1")))
     assert cluster.PlanLoaded(plan="p", epoch="e1") not in h.to_coordinator
     h.feed(act.WorkerSaid(1, sidecar.EpochJoined(epoch="e1")))
@@ -135,7 +130,7 @@ def orders(out: Effects) -> list[tuple[int, Message]]:
 def test_the_workers_of_gpus_join_one_group_after_their_lanes_and_the_plan_waits_for_both() -> None:
     out, maps = Effects(0.0), WorkerArenas(2, ("GPU-b", "GPU-a"))
     epochs = LocalEpochs("n0", "127.0.0.1", maps)
-    epochs.join(out, "p", gpu_epoch("GPU-a", "GPU-b"))
+    epochs.join(out, "p", made := gpu_epoch("GPU-a", "GPU-b"), everyone(made))
     joins = [(worker, message) for worker, message in orders(out) if isinstance(message, sidecar.JoinEpoch)]
     assert [(worker, m.epoch, m.service, m.index, m.device) for worker, m in joins] == [
         (0, "e1", "gloo", 0, ""),
@@ -143,13 +138,6 @@ def test_the_workers_of_gpus_join_one_group_after_their_lanes_and_the_plan_waits
         (1, "e1/gpus", "nccl", 0, "GPU-a"),
     ]
     assert joins[1][1].labels[3] == "GPU-b on node n1 (host h1)"
-    # a value goes to the other GPUs of this node, and through the coordinator to the other nodes
-    value = sidecar.LaneValue(epoch="e1/gpus", key="k", value=b"v")
-    epochs.worker_said(out, 1, value)
-    said = [effect.message for effect in out if isinstance(effect, ToCoordinator)]
-    assert said == [structs.replace(value, lane=1)] and orders(out) == [(0, value)]
-    epochs.value(out, structs.replace(value, lane=7))
-    assert orders(out) == [(0, value), (1, value)]
     told = [epochs.worker_said(out, w, sidecar.EpochJoined(epoch=name)) for w, name in ((0, "e1"), (0, "e1/gpus"))]
     assert told == [None, None]
     assert epochs.worker_said(out, 1, sidecar.EpochJoined(epoch="e1/gpus")) == ("p", "e1")
@@ -163,7 +151,7 @@ def test_the_workers_of_gpus_join_one_group_after_their_lanes_and_the_plan_waits
 def test_a_node_without_a_gpu_in_the_epoch_has_only_lanes() -> None:
     out = Effects(0.0)
     epochs = LocalEpochs("n0", "127.0.0.1", WorkerArenas(2, ("GPU-a", "GPU-b")))
-    epochs.join(out, "p", gpu_epoch())
+    epochs.join(out, "p", made := gpu_epoch(), everyone(made))
     assert [message.epoch for _, message in orders(out) if isinstance(message, sidecar.JoinEpoch)] == ["e1"]
     assert epochs.worker_said(out, 0, sidecar.EpochJoined(epoch="e1")) == ("p", "e1")
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from refitd.addressing.copies import cut
-from refitd.addressing.paths import TransferList, lanes_of, node_transfers, transfers_of
+from refitd.addressing.paths import TransferList, lanes_of, node_transfers, partners, transfers_of
 from refitd.addressing.places import LocalTensor, Places
 from refitd.buffers.layout import row_major_strides
 from refitd.plan.build import plan_copies
@@ -116,7 +116,11 @@ def test_rows_between_two_gpus_have_a_lane_in_which_gpus_are_peers(columns_to_tw
     rows = node_transfers(crossing(columns_to_two), {0: 0, 1: 1, 2: 1}, 4, {0: 0, 2: 2})
     held = by_rank({(0, "w"): LocalTensor(5, 0, (8, 6), (12, 2))})
     wanted = by_rank({(rank, "w"): LocalTensor(10 + rank, 0, (8, 3), (6, 2)) for rank in (1, 2)})
-    sent, received = transfers_of(rows, 0, 4, held, {}), transfers_of(rows, 2, 4, {}, wanted)
+    sent, received = transfers_of(rows, 0, 4, held, {}, (0, 1, 2)), transfers_of(rows, 2, 4, {}, wanted, (0, 1, 2))
+    assert partners(rows, 0, 4) == partners(rows, 2, 4) == (0, 2) and partners(rows, 1, 4) == ()
+    assert (
+        transfers_of(rows, 2, 4, {}, wanted).peer.tolist() == [0] and transfers_of(rows, 0, 4, held, {}).peer.max() == 1
+    )
     assert (sent.peer.tolist(), sent.is_send.tolist(), sent.arena.tolist()) == ([2], [1], [5])
     assert (received.peer.tolist(), received.is_send.tolist(), received.arena.tolist()) == ([0], [0], [12])
     assert len(transfers_of(rows, 1, 4, {}, wanted)) == 0, "no row has an end on the first GPU of node 1"
@@ -182,7 +186,7 @@ def test_what_one_end_sends_the_other_expects(rows: CopyTable, lanes: int) -> No
         at_node = (rows.src_rank % NODES == node) | (rows.dst_rank % NODES == node)
         found = places(rows)
         known = node_transfers(crossing(rows.select(at_node)), node_of, lanes)
-        return transfers_of(known, node, lane, found["held"], found["wanted"])
+        return transfers_of(known, node, lane, found["held"], found["wanted"], tuple(range(NODES)))
 
     def told(transfers: TransferList, is_send: bool, node: int) -> Counter[tuple[int, ...]]:
         nbytes = np.prod(transfers.size, axis=1) * transfers.element_size

@@ -101,14 +101,17 @@ def test_who_says_that_parts_of_nothing_are_missing_changes_nothing() -> None:
     assert h.say("n0", cluster.PlanLoaded(plan="another", epoch="e", missing=1)) == []
 
 
-def test_an_epochs_nodes_travel_in_parts_of_which_one_changes_with_a_node() -> None:
-    def packed(nodes: int) -> PackedEpoch:
-        names = tuple(sorted(f"n{i}" for i in range(nodes)))
-        return PackedEpoch.of(cluster.EpochPlan("e", "gloo", names, names, 1, 1, 1.0, Secret(bytes(32))))
-
-    held = HeldParts()
-    assert len(held.lacking(packed(300).parts)) == 16
-    assert len(held.lacking(packed(301).parts)) == 1
+@pytest.mark.parametrize(("service", "peers"), [("", "n2 n3"), ("nixl", "n2 n3"), ("nccl", "n1 n2 n3")])
+def test_a_node_is_told_its_peers_and_the_group_of_its_gpus(service: str, peers: str) -> None:
+    told = peers.split()
+    names = tuple(f"n{i}" for i in range(300))
+    gpus = tuple((f"GPU-{name}",) for name in names) if service else ()
+    epoch = cluster.EpochPlan("e", "gloo", names, names, 1, 1, 1.0, Secret(bytes(32)), service, gpus)
+    met = {"n1": {"n2"}, "n2": {"n1", "n3"}, "n3": {"n2"}, "n4": {"n5"}, "n5": {"n4"}}
+    packed = PackedEpoch.of(epoch, met).peers_of("n3", ["n2", "not in the epoch"])
+    found = unpack(packed.data, cluster.PeerTable, packed.digest)
+    assert list(found.nodes) == list(found.hosts) == told
+    assert found.gpus == tuple((f"GPU-{name}",) for name in told if service)
 
 
 def test_what_a_node_is_taken_to_hold_is_bounded() -> None:

@@ -18,17 +18,18 @@ from refitd.addressing.paths import TransferList
 from refitd.buffers import handoff
 from refitd.copy_services import Backend, Capabilities, Epoch
 from refitd.copy_services.registry import Registry, installed
+from refitd.copy_services.wires import Wires, listen_at
 from refitd.daemon.actions import ToCoordinator, ToWorker
 from refitd.daemon.effects import Effects
 from refitd.daemon.jobs import COLD_PATIENCE_TICKS, PATIENCE_TICKS, WARM_UP_TICKS, LocalEpochs, WorkerArenas
-from refitd.errors import DeadlineExceeded, PeerLost, TransportError
+from refitd.errors import DeadlineExceeded, TransportError
 from refitd.protocol import cluster, sidecar
 from refitd.protocol.base import Decoder, Secret, encode
 from refitd.protocol.sidecar import HeldBase, JoinEpoch
-from refitd.testing import eventually
 from refitd.worker.exchanges import Exchanges
 from refitd.worker.main import DaemonLink, Worker
 from tests.support.arenas import arena_of
+from tests.support.shares import everyone
 
 
 class Noting:
@@ -78,18 +79,19 @@ def receives(*offsets: int) -> bytes:
 def joined(service: Any, timeout_s: float, arenas: Any = None) -> Exchanges:
     """A worker that has joined epoch "e" over a backend that `service` makes of the epoch."""
     capabilities = Capabilities(is_one_sided=False, crosses_nodes=True)
-    exchanges = Exchanges(Registry([Backend("noting", capabilities, lambda: "", join=service)]), arenas or {})
+    backend = Backend("noting", capabilities, lambda: "", join=service)
+    exchanges = Exchanges(Registry([backend]), arenas or {}, Wires(None))
     message = JoinEpoch(
         epoch="e",
         service="noting",
         index=0,
-        labels=("worker 0 on node a", "worker 0 on node b"),
+        labels=("worker 0 on node a",),
         address="127.0.0.1",
         staging_bytes=1 << 20,
         timeout_s=timeout_s,
         key=Secret(bytes(32)),
     )
-    exchanges.join(message, service)
+    exchanges.join(message)
     return exchanges
 
 
@@ -207,28 +209,25 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         end.close()
 
 
-def test_a_worker_leaves_an_epoch_that_was_given_up_before_it_came_to_it(
+def test_a_worker_sees_that_an_epoch_was_given_up_and_keeps_the_messages(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     here, there = pair
     worker = DaemonLink(here)
+    assert not worker.is_given_up("e1")
     for epoch in ("e2", "e1"):
         handoff.send(there, encode(0, sidecar.LeaveEpoch(epoch=epoch)))
-    with pytest.raises(PeerLost, match="given up"):
-        worker.await_value("e1", "0/0", {}, 60.0)
-    # the worker read the message about e2 while it waited for e1, so it does not wait here
-    with pytest.raises(PeerLost, match="given up"):
-        worker.await_value("e2", "0/0", {}, 60.0)
+    assert worker.is_given_up("e1") and worker.is_given_up("e2") and not worker.is_given_up("e3")
     assert [worker.next()[0].epoch for _ in range(2)] == ["e2", "e1"]  # type: ignore[union-attr]
 
 
-def stuck_after(ticks: int, *said: sidecar.LaneValue | sidecar.EpochJoined, is_warm: bool = True) -> list[int]:
+def stuck_after(ticks: int, *said: sidecar.EpochJoined, is_warm: bool = True) -> list[int]:
     out = Effects(0.0)
     epochs = LocalEpochs("n0", "127.0.0.1", WorkerArenas(3))
-    epochs.join(out, "plan", EPOCH)
+    epochs.join(out, "plan", EPOCH, everyone(EPOCH))
     epochs.worker_said(out, 0, sidecar.EpochJoined(epoch="e1"))
     if is_warm:
-        epochs.worker_said(out, 1, sidecar.LaneValue(epoch="e1", key="0/0", value=b""))
+        epochs.worker_said(out, 1, sidecar.EpochJoined(epoch="e0"))
     epochs.leave(out, "e1")
     assert [i.worker for i in out if isinstance(i, ToWorker) and isinstance(i.message, sidecar.LeaveEpoch)] == [0, 1]
     for message in said:
@@ -255,7 +254,7 @@ def test_workers_of_a_fleet_load_what_their_first_epoch_needs_before_there_is_on
     out = Effects(0.0)
     epochs = LocalEpochs("n0", "127.0.0.1", WorkerArenas(3), workers=3, warms="gloo")
     epochs.worker_gone(out, 2, "worker 2 on node n0", "it died")
-    epochs.worker_said(out, 1, sidecar.LaneValue(epoch="e1", key="0/0", value=b""))  # already loaded
+    epochs.worker_said(out, 1, sidecar.EpochJoined(epoch="e1"))  # already loaded
     for _ in range(WARM_UP_TICKS - 1):
         epochs.tick(out)
     assert out == []
@@ -274,15 +273,14 @@ def test_workers_of_a_fleet_load_what_their_first_epoch_needs_before_there_is_on
 def test_an_epoch_that_a_stuck_worker_never_came_to_waits_for_its_successor() -> None:
     out = Effects(0.0)
     epochs = LocalEpochs("n0", "127.0.0.1", WorkerArenas(3))
-    epochs.join(out, "plan", EPOCH)
-    epochs.worker_said(out, 1, sidecar.LaneValue(epoch="e1", key="here/0", value=b""))
+    epochs.join(out, "plan", EPOCH, everyone(EPOCH))
+    epochs.worker_said(out, 1, sidecar.EpochJoined(epoch="e0"))
     epochs.leave(out, "e1")
     epochs.worker_said(out, 0, sidecar.EpochJoined(epoch="e1", reason="given up"))
-    epochs.join(out, "plan", structs.replace(EPOCH, id="e2"))
-    epochs.value(out, sidecar.LaneValue(epoch="e2", lane=1, key="here/1", value=b"there"))
+    epochs.join(out, "plan", structs.replace(EPOCH, id="e2"), everyone(EPOCH))
     out.clear()
     epochs.worker_gone(out, 1, "worker 1 on node n0", "it did not come out of epoch e1, which was given up")
-    assert [type(i.message) for i in out if isinstance(i, ToWorker)] == [sidecar.JoinEpoch, sidecar.LaneValue]
+    assert [type(i.message) for i in out if isinstance(i, ToWorker)] == [sidecar.JoinEpoch]
     assert not [i for i in out if isinstance(i, ToCoordinator)]  # epoch e2 is not lost
     joined = [epochs.worker_said(out, worker, sidecar.EpochJoined(epoch="e2")) for worker in (0, 1)]
     assert joined == [None, ("plan", "e2")]
@@ -291,22 +289,10 @@ def test_an_epoch_that_a_stuck_worker_never_came_to_waits_for_its_successor() ->
     assert [type(i.message) for i in out if isinstance(i, ToCoordinator)] == [cluster.PlanLoaded]
 
 
-def test_a_worker_does_not_go_on_with_a_value_of_an_epoch_it_is_to_leave(
-    pair: tuple[socket.socket, socket.socket],
-) -> None:
-    here, there = pair
-    handoff.send(there, encode(0, sidecar.LaneValue(epoch="e1", key="0/0", value=b"here")))
-    values: dict[tuple[str, str], bytes] = {}
-    worker = DaemonLink(here)
-    assert worker.await_value("e1", "0/0", values, 60.0) == b"here"
-    handoff.send(there, encode(0, sidecar.LeaveEpoch(epoch="e1")))
-    with pytest.raises(PeerLost, match="given up"):
-        worker.await_value("e1", "0/0", values, 60.0)
-
-
 def test_a_worker_that_met_nobody_keeps_no_descriptor_of_it(pair: tuple[socket.socket, socket.socket]) -> None:
     here, there = pair
-    worker = Worker(here, installed())
+    door = listen_at("127.0.0.1")
+    worker = Worker(here, installed(), door)
     worker._handle(sidecar.WarmUp(service="no such service"), ())
     worker._handle(sidecar.WarmUp(service="gloo"), ())  # load torch now, because its open files are not part of joining
     before = len(os.listdir("/proc/self/fd"))
@@ -322,16 +308,17 @@ def test_a_worker_that_met_nobody_keeps_no_descriptor_of_it(pair: tuple[socket.s
                 staging_bytes=1 << 20,
                 timeout_s=0.5,
                 key=Secret(bytes(32)),
+                doors=("", ""),
             )
             worker._handle(meet, ())
-            # threads of the failed group may close their sockets a little later
-            eventually(lambda: len(os.listdir("/proc/self/fd")) <= before, "the failed epoch keeps no descriptor")
+            assert len(os.listdir("/proc/self/fd")) <= before, "the failed epoch keeps no descriptor"
     finally:
         gc.enable()
     there.settimeout(1.0)
     decoder: Decoder[sidecar.FromWorker] = Decoder(sidecar.FromWorker, handoff.MAX_DATAGRAM)
-    said = [decoder.decode(handoff.receive(there)[0])[1] for _ in range(8)]
-    assert [type(message) for message in said] == [sidecar.LaneValue, sidecar.EpochJoined] * 4
+    said = [decoder.decode(handoff.receive(there)[0])[1] for _ in range(4)]
+    assert all("worker 0 on node n1 did not come" in message.reason for message in said)  # type: ignore[union-attr]
+    door.close()
 
 
 @pytest.mark.parametrize(
