@@ -61,6 +61,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._begun = self._last = time.monotonic()
+        self._awaited = ""
 
     @property
     def seconds(self) -> float:
@@ -73,15 +74,18 @@ class Progress:
         print(f"[{self.seconds:5.1f} s] {printable(text)}", file=sys.stderr, flush=True)
 
     def waiting(self, what: str) -> None:
-        """Print the awaited event, after a while without output."""
-        if time.monotonic() - self._last > 1.5:
+        """Print the awaited event once, after a while without output."""
+        if what != self._awaited and time.monotonic() - self._last > 1.5:
+            self._awaited = what
             self.say(f"... waiting for {what}")
 
 
 def sample(text: str) -> str:
-    """Return generated text on one printable line."""
-    named = text.replace("\n", "\\n").replace("\t", "\\t")
-    return "".join(char if char.isprintable() else "\N{MIDDLE DOT}" for char in named)
+    """Return generated text on one printable line; bytes that are no text are dots."""
+    named = " ".join(text.split())
+    return "".join(
+        char if char.isprintable() and char != "\N{REPLACEMENT CHARACTER}" else "\N{MIDDLE DOT}" for char in named
+    )
 
 
 def tables(
@@ -152,10 +156,10 @@ def _swaps(rows: Sequence[SwapRow]) -> Table:
 
 
 def _samples(rows: Sequence[SwapRow]) -> Table:
-    table = _table(f"Engines complete {PROMPT.decode()!r}", ">version", "engine", "before", "after")
+    table = _table(f"Engines complete {sample(PROMPT.decode())!r}", ">version", "engine", "before", "after")
     for row in rows:
         for replica, flip in row.flips.items():
-            table.add_row(str(row.version), replica, Text(printable(flip.before)), Text(printable(flip.after)))
+            table.add_row(str(row.version), replica, Text(sample(flip.before)), Text(sample(flip.after)))
     return table
 
 
