@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import gc
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -26,10 +27,13 @@ from refitd.adapters.derived import (
     landings_for,
     unpacked,
 )
+from refitd.adapters.hf_names import OnDisk
 from refitd.adapters.places import views_of, without_views
 from refitd.adapters.streams import Shapes
 
 log = logging.getLogger("refitd.adapters")
+
+Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 def adopt(client: refitd.Client, learned: Learned, timeout: float) -> str:
@@ -104,6 +108,7 @@ class Learner:
         checkpoint: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None,
         hooks: Callable[[], Iterable[Hook]] = tuple,
         packed: Callable[[], Iterable[Packed]] = tuple,
+        names: Callable[[Shapes], OnDisk | None] = lambda _: None,
     ) -> None:
         """Store the arguments.
 
@@ -113,9 +118,10 @@ class Learner:
             checkpoint: returns the tensors that the engine loaded at its start; None: do not check.
             hooks: returns the engine's code that runs after loading, and may run again.
             packed: returns the modules whose weights the engine has packed.
+            names: returns the conversion to the checkpoint's names, if the trainer offers other ones.
         """
         self._model, self._load, self._checkpoint = model, load, checkpoint
-        self._hooks, self._packed = hooks, packed
+        self._hooks, self._packed, self._names = hooks, packed, names
         self._own: Shapes = {}
         self._is_checked = False
 
@@ -152,8 +158,13 @@ class Learner:
         held = {**{name: held for name, _, _, held in refitd.named_persistent_buffers(self._model)}, **params}
         if self._checkpoint is not None:
             self._own = self._own or {name: (tuple(t.shape), t.dtype) for name, t in self._checkpoint()}
+        load = self._load
+        if offered.keys() - self._own.keys() and (convert := self._names(offered)) is not None:
+            load = functools.partial(_converted, self._load, convert)
+            check_shapes(self._own, convert.shapes)
+        else:
             check_shapes(self._own, offered)
-        trace = refitd.trace_loader(held, self._load, offered, owner_rank=rank)
+        trace = refitd.trace_loader(held, load, offered, owner_rank=rank)
         check = self._checkpoint if not self._is_checked else None
         own = trace if check is None or self._own == offered else refitd.trace_loader(held, self._load, self._own)
         learned = Learned(
@@ -162,15 +173,21 @@ class Learner:
         computed = {name: trace.computed[name] for name in trace.computed if name in params}
         if computed and all(computed.values()):
             landings = landings_for(computed, offered, params)
-            learned.recomputed.append(derived_by_loader(self._load, computed, params, landings))
+            learned.recomputed.append(derived_by_loader(load, computed, params, landings))
             learned.weights.update({f"{LANDING}{name}": tensor for name, tensor in landings.items()})
             learned.metadata.extend(_landing(name, tensor, rank) for name, tensor in landings.items())
             given = [*landings.items()]
-            if check is not None:
+            if check is None:
+                check_computed(load, computed, params, given, is_checkpoint=False)
+            else:
                 sources = {source for name in computed for source in own.computed.get(name, ())}
                 given = [(name, tensor) for name, tensor in check() if name in sources]
-            check_computed(self._load, computed, params, given, is_checkpoint=check is not None)
+                check_computed(self._load, computed, params, given, is_checkpoint=True)
         return learned, own, held
+
+
+def _converted(load: Callable[[Weights], Any], convert: OnDisk, weights: Weights) -> None:
+    load(convert(weights))
 
 
 def _landing(name: str, tensor: torch.Tensor, rank: int) -> refitd.ParameterMetadata:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import refitd
 from refitd.adapters.derived import LANDING, Hook, Packed, declared, derived_after_loading
 from refitd.adapters.engines import Learned, Learner, adopt
+from refitd.adapters.hf_names import OnDisk
 from refitd.adapters.places import views_of, without_views
 from refitd.testing import Daemon
 
@@ -220,3 +222,48 @@ def test_a_weight_that_the_engine_packs_lands_unpacked_and_is_packed_in_the_comm
     fresh.pack()
     assert model.weight is live and live.data_ptr() == address and torch.equal(live, fresh.weight)
     assert torch.equal(model.seen, checkpoint(3)["proj"].view(24)) and torch.equal(model.copy, fresh.copy)
+
+
+class Experts(torch.nn.Module):
+    """Loads its experts one by one, as checkpoints have them; `norm` has one name everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = parameter(3, 2, 4), parameter(4)
+
+    def load_weights(self, weights: Any) -> None:
+        for name, weight in weights:
+            if name == "norm":
+                self.norm.data.copy_(weight)
+            else:
+                self.up.data[int(name.split(".")[1])].copy_(weight)
+
+
+def revert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Split fused experts, and join the halves of the norm."""
+    found = {name: tensor for name, tensor in tensors.items() if name == "other"}
+    if "experts.up" in tensors:
+        found |= {f"experts.{i}.up": one.contiguous() for i, one in enumerate(tensors["experts.up"].unbind())}
+    if halves := [tensors[name] for name in ("norm.0", "norm.1") if name in tensors]:
+        found["norm"] = torch.cat(halves)
+    return found
+
+
+def test_a_trainer_may_offer_tensors_by_their_names_in_memory() -> None:
+    offered = {
+        "experts.up": ((3, 2, 4), torch.float32),
+        "norm.0": ((2,), torch.float32),
+        "norm.1": ((2,), torch.float32),
+    }
+    model = Experts()
+    given = {"experts.up": torch.rand(3, 2, 4), "norm.1": torch.rand(2), "norm.0": torch.rand(2)}
+    own = revert(given)
+    model.load_weights(own.items())
+    convert = functools.partial(OnDisk, revert)
+    learner = Learner(model, model.load_weights, lambda: iter(own.items()), names=convert)
+    found = learner.learn(offered, 0)
+    assert found.trace.unused == () and sorted(found.trace.metadata) == ["norm", "up"]
+    refitd.check_layout(found.trace, {"up": model.up, "norm": model.norm}, given.items())
+    larger = {**offered, "experts.up": ((3, 2, 5), torch.float32)}
+    with pytest.raises(refitd.RefusedError, match=r"experts\.0\.up: the trainer offers \[2, 5\], .* has \[2, 4\]"):
+        learner.learn(larger, 0)

@@ -21,6 +21,7 @@ import refitd
 from refitd.adapters.derived import Hook, Packed, seconds_of
 from refitd.adapters.driving import CATCH_UP_S, live_version
 from refitd.adapters.engines import Learned, Learner, Retries, adopt
+from refitd.adapters.hf_names import OnDisk, on_disk
 from refitd.adapters.streams import Shapes
 from refitd.adapters.vllm import versions
 from refitd.adapters.vllm.kept_weights import packed_modules
@@ -301,7 +302,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             has_checkpoint = info.check and self.vllm_config.load_config.load_format != "dummy"
             checkpoint = self._checkpoint if has_checkpoint else None
             load = functools.partial(self._configured, self.model.load_weights)
-            self._learner = Learner(self.model, load, checkpoint, self._hooks, self._packed)
+            self._learner = Learner(self.model, load, checkpoint, self._hooks, self._packed, self._on_disk)
         learned = self._learner.learn(offered, rank)
         trace, recomputed = learned.trace, learned.recomputed
         log.info("refitd: layout of %d tensors: %s", len(trace.metadata), trace.proof or "not proven")
@@ -328,6 +329,9 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
     def _packed(self) -> Iterator[Packed]:
         for packed in packed_modules(self.model):
             yield replace(packed, run=functools.partial(self._configured, packed.run))
+
+    def _on_disk(self, offered: Shapes) -> OnDisk | None:
+        return on_disk(self.model_config.hf_config, offered)
 
     def _configured(self, run: Callable[..., Any], *given: Any) -> None:
         with set_current_vllm_config(self.vllm_config):
