@@ -89,10 +89,13 @@ def open_seams() -> None:
     def forget(root: bytes) -> None:
         kv_cache_utils.NONE_HASH = root  # read at each hash of a first block
 
+    def root() -> object:
+        return getattr(kv_cache_utils, "NONE_HASH", None)  # vLLM sets it if it caches prefixes
+
     patched = (
         (Scheduler, "schedule", functools.partial(_numbered, forget=forget)),
         (Scheduler, "add_request", _rooted),
-        (Request, "update_block_hashes", functools.partial(_from_root, root=lambda: kv_cache_utils.NONE_HASH)),
+        (Request, "update_block_hashes", functools.partial(_from_root, root=root)),
         (EngineCore, "capture_iteration_details", _remembered),
         (EngineCore, "_attach_weight_version", _reported),
     )
