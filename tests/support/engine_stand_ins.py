@@ -81,7 +81,10 @@ def vllm_config(settings: dict[str, Any]) -> Any:
     return SimpleNamespace(
         additional_config={"refitd": settings},
         model_config=SimpleNamespace(
-            hf_text_config=SimpleNamespace(tie_word_embeddings=False), quantization=None, dtype=torch.bfloat16
+            hf_text_config=SimpleNamespace(tie_word_embeddings=False),
+            hf_config=SimpleNamespace(architectures=["Unknown"]),
+            quantization=None,
+            dtype=torch.bfloat16,
         ),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1,
