@@ -211,7 +211,7 @@ class _Reader:
                 self.tensors.setdefault(name, len(self.tensors)) if alike else -1
                 for name, alike in zip(names.canonical, several.tolist(), strict=True)
             ]
-            self.numbers[id(names)] = names, np.column_stack([local, tensor, of_kind])[several]
+            self.numbers[id(names)] = names, np.array([local, tensor, names.kind], np.int64).T[several]
         rows = self.numbers[id(names)][1].copy()
         geometry = np.full(len(names.first), -1, np.int64)
         alone: list[tuple[int, int, int]] = []
