@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import refitd
-from refitd.adapters.derived import LANDING, Hook, Packed, declared, derived_after_loading
+from refitd.adapters.derived import LANDING, Hook, Packed, declared, derived_after_loading, seconds_of
 from refitd.adapters.engines import Learned, Learner, adopt
 from refitd.adapters.hf_names import OnDisk
 from refitd.adapters.places import views_of, without_views
@@ -103,6 +103,9 @@ def test_what_the_engines_code_derives_is_recomputed_in_its_memory_in_the_commit
         ["a"],
         ["attention.constant", "attention.impl.packed", "attention.scale"],
     ]
+    before = {name: tensor.clone() for name, tensor in everything(model).items()}
+    assert seconds_of(found.recomputed) > 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in everything(model).items())
     with Daemon() as daemon, daemon.connect() as trainer, daemon.connect() as engine:
         given = checkpoint(7)
         source = trainer.register_source("policy", given)
@@ -180,6 +183,9 @@ def test_views_of_weights_move_with_them_and_need_no_code() -> None:
     other = torch.nn.Module()
     other.w, other.tied = weights["proj"], weights["proj"]
     assert derived_after_loading(Hook("", other, other.w.sum), weights) is None
+    other.scale = torch.full((1,), 3.0)  # as the engine has computed it from requests
+    assert derived_after_loading(Hook("", other, lambda: other.scale.fill_(1.0)), weights) is None
+    assert other.scale == 3.0
     assert declared([]) == {}
 
 
