@@ -74,9 +74,10 @@ def streams_of(halves: Mapping[Line, Mapping[Key, Piece]], limit: int, *, is_sen
     streams = {}
     for position, route in sorted(halves):
         noted, most = halves[position, route], limit
-        # large ones first: then every rank's last messages are small
+        # large ones first: then every rank's last messages are small. Workers number a plan's rows as parts: these stay
+        # in the plan's order, because a source that is being published is mostly written in it
         if route == DIRECT:
-            keys = sorted(noted, key=lambda key: (-noted[key].nbytes, key))
+            keys = sorted(noted, key=lambda key: (key[1], -noted[key].nbytes, key))
         else:  # ids differ between hops, the order does not
             keys = sorted(noted, key=lambda key: -noted[key].nbytes)
             share = sum(piece.nbytes for piece in noted.values()) // PATH_MESSAGES

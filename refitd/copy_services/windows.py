@@ -94,7 +94,9 @@ class WindowExchange(PackedExchange):
             if line.relay is not None:
                 flying.extend((line.relay, flight) for flight in line.relay.advance())
         for line in lines:
-            if line.stream.is_send and line.seconds and not line.stream.route.hop:
+            # a stream that waits for a publication says nothing about deltas
+            waits = any(piece.await_written is not None for piece in line.stream.pieces)
+            if line.stream.is_send and line.seconds and not line.stream.route.hop and not waits:
                 self._pace(line.stream).took(line.seconds, line.stream.nbytes, as_deltas=line.stream.has_bases)
         return next((line.trouble for line in lines if line.trouble), trouble)
 

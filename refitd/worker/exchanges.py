@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -127,12 +128,15 @@ class Exchanges:
         arenas: dict[int, MappedArena | MappedDeviceArena] = {**self._arenas, **on_gpus}
         pieces: list[Piece] = []
         convert = Converter()
+        parts: Counter[tuple[int, int, Route]] = Counter()  # rows that cross are in one order on both nodes
         try:
             for row in range(len(rows)):
                 note = service.send if rows.is_send[row] else service.receive
                 pieces.append(piece := piece_of(rows, row, arenas, convert))
                 peer, route = service.ranks[int(rows.peer[row])], Route(int(rows.path[row]), int(rows.hop[row]))
-                note(int(rows.task_id[row]), piece, peer, part=int(rows.part[row]), route=route)
+                line = int(rows.is_send[row]), peer, route
+                note(int(rows.task_id[row]), piece, peer, part=parts[line], route=route)
+                parts[line] += 1
         except BaseException:
             service.hold()  # forget the transfers of a refused job
             raise

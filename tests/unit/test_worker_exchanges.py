@@ -183,7 +183,7 @@ def test_a_job_that_cannot_be_prepared_leaves_no_halves_for_the_next_one() -> No
         exchanges.prepare("e", receives(0, 100, 4090))
     exchanges.prepare("e", receives(0, 100))
 
-    assert service.held[-1] == [(0, 0), (1, 0)] and not service.noted
+    assert service.held[-1] == [(0, 0), (1, 1)] and not service.noted
 
 
 # --- An abandoned epoch ends immediately in workers that are joining it; a worker that cannot leave it is ended.
