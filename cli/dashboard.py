@@ -20,6 +20,7 @@ from refitd.protocol.reports import (
 )
 from refitd.states import ServingState
 from refitd_cli import html
+from refitd_cli.charts import charts
 from refitd_cli.opened import PLAN, RUNNING, TRACE, Opened
 from refitd_cli.output import counted, duration, size, version, versions
 from refitd_cli.view import drained_lines, lost_lines, node_state, problem_lines
@@ -52,7 +53,11 @@ th { font-weight: 600; } th, .short { white-space: nowrap; }
 progress { width: 100%; } .dim { opacity: .7; }
 details { margin: .3rem 0; } summary { cursor: pointer; overflow-wrap: anywhere; }
 .wide { overflow-x: auto; } .map text { font: 11px system-ui, sans-serif; fill: currentColor; }
-.map rect, .rows rect { fill: var(--bar); } .rows .open { fill: var(--warn); } .rows .failed { fill: var(--bad); }
+.map rect, .rows rect, .charts rect { fill: var(--bar); } .rows .open { fill: var(--warn); }
+.rows .failed, .charts .failed { fill: var(--bad); }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: .2rem 1.5rem; }
+.charts figure { margin: 0; } .charts figcaption { font-size: .85rem; } .charts svg { width: 100%; background: #8881; }
+body:has(#failures:checked) .fine { display: none; }
 .rows { display: grid; grid-template-columns: minmax(10rem, 22rem) 1fr; gap: .1rem .8rem; align-items: center;
   font-size: .85rem; } .rows div { overflow-wrap: anywhere; } .who { grid-column: 1 / -1; font-weight: 600; }
 .rows svg { width: 100%; height: .7rem; background: #8882; }
@@ -112,6 +117,7 @@ _SHELL = """<!doctype html>
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>refitd</title><style>{style}</style></head>
 <body><p id="late" class="bad" hidden>refitctl dashboard does not answer; what is shown is old.</p>
+<label><input type="checkbox" id="failures"> only failures</label>
 <main>{main}</main><script>{script}</script></body>
 </html>
 """
@@ -198,7 +204,7 @@ def fragment(shown: Shown) -> str:
     nodes = [*map(_lost, status.lost), *map(_node, status.nodes)]
     parts += ["<h2>Nodes</h2>", _table(_NODE_COLUMNS, nodes, "none")]
     for model in status.models:
-        parts += _model(model)
+        parts += _model(model, [one for one in shown.swaps if one.model == model.model])
     if not status.models:
         parts.append(html.line("No models: no trainer and no engine has registered yet."))
     parts += ["<h2>Last swaps</h2>", _table(_SWAP_COLUMNS, map(_swap, shown.swaps), "none")]
@@ -240,7 +246,7 @@ class _ReplicaRow:
         return -lacking if self.served is None else 0, -abs(self.lag) or -lacking, self.name
 
 
-def _model(model: ModelStatus) -> Iterable[str]:
+def _model(model: ModelStatus, swaps: Sequence[HistoryEntry]) -> Iterable[str]:
     yield f"<h2>{html.text(model.model)}</h2>"
     waits = f"; {model.queued} swaps wait" if model.queued else ""
     decided = "nothing is decided yet" if model.live is None else f"version {model.live} is decided"
@@ -262,6 +268,7 @@ def _model(model: ModelStatus) -> Iterable[str]:
     replicas = sorted(
         (_ReplicaRow(name, tuple(ranks), model.live) for name, ranks in by_replica.items()), key=lambda one: one.worry
     )
+    yield from charts(swaps)
     pauses = _pauses(model.last_swap)
     yield "<h3>Replicas</h3>"
     yield _table(_REPLICA_COLUMNS, (_replica(one, pauses) for one in replicas), "no engine has registered")
@@ -384,6 +391,11 @@ def _width(cell: Cell) -> str:
     return "short" if len(cell.text) <= SHORT else ""
 
 
+def _row_class(row: Sequence[Cell]) -> str:
+    """Return "fine" for a row with a good cell and no other colour: the filter hides it."""
+    return "fine" if {cell.tone for cell in row} - {""} == {"good"} else ""
+
+
 def _table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], nothing: str) -> str:
     """Return a table; a column named ">..." holds numbers."""
     found = list(rows)
@@ -393,7 +405,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], nothing: str)
     numbers = ["n" if column.startswith(">") else "" for column in columns]
     head = "".join(f'<th class="{number}">{name}</th>' for number, name in zip(numbers, names, strict=True))
     body = [
-        "<tr>"
+        f'<tr class="{_row_class(row)}">'
         + "".join(
             f'<td class="{number} {cell.tone} {_width(cell)}" data-label="{name}">{html.text(cell.text)}</td>'
             for number, name, cell in zip(numbers, names, row, strict=True)

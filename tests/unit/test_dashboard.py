@@ -47,7 +47,7 @@ class Tags(HTMLParser):
 def rows(text: str, heading: str) -> list[list[str]]:
     """The cells of the table below a heading."""
     table = text.partition(heading)[2].partition("</table>")[0]
-    return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(<td.*?)</tr>", table)]
+    return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr[^>]*>(<td.*?)</tr>", table)]
 
 
 def test_it_shows_models_replicas_running_and_last_swaps_and_nodes():
@@ -62,6 +62,34 @@ def test_it_shows_models_replicas_running_and_last_swaps_and_nodes():
     ):
         assert expected in words
     assert [row[1] for row in rows(fragment(Shown(STATUS, SWAPS, 0.0)), "Last swaps")] == ["s2", "s1"]
+
+
+def test_charts_show_the_last_swaps_oldest_first_and_failures_by_colour():
+    report = structs.replace(ABORTED, total_s=2.0, bytes=10**9)
+    swaps = [
+        HistoryEntry(f"s{n}", "policy", n, state, 0.0, report=structs.replace(report, total_s=float(n)))
+        for n, state in ((3, "committed"), (2, "aborted"), (1, "committed"))
+    ]
+    page = fragment(Shown(STATUS, swaps, 0.0))
+    time, _, _ = re.findall(r"<figure>(.*?)</figure>", page)
+    assert "time, up to 3.00 s" in time
+    bars = re.findall(
+        r'<rect class="(\w*)" x="(\d+)" y="[\d.]+" width="\d+" height="([\d.]+)"><title>(.*?)</title>', time
+    )
+    assert [(tone, title) for tone, _, title in bars] == [
+        ("", "version 1, committed: 1.00 s"),
+        ("failed", "version 2, aborted: 2.00 s"),
+        ("", "version 3, committed: 3.00 s"),
+    ]
+    assert [float(height) for _, height, _ in bars] == [16, 32, 48]
+    assert "charts" not in fragment(Shown(STATUS, swaps[:1], 0.0)), "one swap is no course"
+
+
+def test_the_filter_hides_rows_that_are_fine_and_no_others():
+    page = fragment(Shown(STATUS, SWAPS, 0.0))
+    swaps = page.partition("Last swaps")[2]
+    found = re.findall(r'<tr class="(\w*)"><td[^>]*>[^<]*</td><td[^>]*>(s\d)</td>', swaps)
+    assert found == [("", "s2"), ("fine", "s1")], "one is decided, one committed"
 
 
 def test_who_serves_nothing_comes_first_and_then_who_lags_most():
