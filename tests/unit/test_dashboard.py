@@ -73,9 +73,7 @@ def test_charts_show_the_last_swaps_oldest_first_and_failures_by_colour():
     page = fragment(Shown(STATUS, swaps, 0.0))
     time, _, _ = re.findall(r"<figure>(.*?)</figure>", page)
     assert "time, up to 3.00 s" in time
-    bars = re.findall(
-        r'<rect class="(\w*)" x="(\d+)" y="[\d.]+" width="\d+" height="([\d.]+)"><title>(.*?)</title>', time
-    )
+    bars = re.findall(r'<rect class="(\w*)" [^>]*height="([\d.]+)"><title>(.*?)</title>', time)
     assert [(tone, title) for tone, _, title in bars] == [
         ("", "version 1, committed: 1.00 s"),
         ("failed", "version 2, aborted: 2.00 s"),
