@@ -99,6 +99,9 @@ class Learner:
 
     The first layout is checked: the weights must equal the checkpoint that the engine loaded at its start. Later the
     engine serves other versions.
+
+    Attributes:
+        own: {name: (shape, dtype)} of that checkpoint; empty if it is not known.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class Learner:
         """
         self._model, self._load, self._checkpoint = model, load, checkpoint
         self._hooks, self._packed, self._names = hooks, packed, names
-        self._own: Shapes = {}
+        self.own: Shapes = {}
         self._is_checked = False
 
     def learn(self, offered: Shapes, rank: int) -> Learned:
@@ -145,7 +148,7 @@ class Learner:
                 learned.recomputed.append(found)
         made = {name for group in learned.recomputed for name in group.tensors}
         params = {name: one for name, one in held.items() if isinstance(one, torch.nn.Parameter) and name not in made}
-        check_covered(learned.trace, params, self._own)
+        check_covered(learned.trace, params, self.own)
         if self._checkpoint is not None and not self._is_checked:
             refitd.check_layout(own, held, self._checkpoint())
             self._is_checked = True
@@ -157,16 +160,16 @@ class Learner:
         # buffers that are in no checkpoint (tables of experts or rotations) are not refitted; the loader may read them
         held = {**{name: held for name, _, _, held in refitd.named_persistent_buffers(self._model)}, **params}
         if self._checkpoint is not None:
-            self._own = self._own or {name: (tuple(t.shape), t.dtype) for name, t in self._checkpoint()}
+            self.own = self.own or {name: (tuple(t.shape), t.dtype) for name, t in self._checkpoint()}
         load = self._load
-        if offered.keys() - self._own.keys() and (convert := self._names(offered)) is not None:
+        if offered.keys() - self.own.keys() and (convert := self._names(offered)) is not None:
             load = functools.partial(_converted, self._load, convert)
-            check_shapes(self._own, convert.shapes)
+            check_shapes(self.own, convert.shapes)
         else:
-            check_shapes(self._own, offered)
+            check_shapes(self.own, offered)
         trace = refitd.trace_loader(held, load, offered, owner_rank=rank)
         check = self._checkpoint if not self._is_checked else None
-        own = trace if check is None or self._own == offered else refitd.trace_loader(held, self._load, self._own)
+        own = trace if check is None or self.own == offered else refitd.trace_loader(held, self._load, self.own)
         learned = Learned(
             self._model, trace, {name: held[name] for name in trace.metadata}, [*trace.metadata.values()], []
         )

@@ -197,7 +197,7 @@ def test_a_quantised_engine_is_refused_by_the_weights_name_and_with_what_remains
     with pytest.raises(refitd.RefusedError, match=r"^nothing that the trainer offers goes to 1 weights"):
         registered(one)
     one.model_config.quantization = "compressed-tensors"
-    says = r"quantised \(compressed-tensors\).*: packed; .* serve .* or publish a LoRA adapter alone"
+    says = r"quantised \(compressed-tensors\): .* has no other, .* offers w\. Serve .* or publish a LoRA .*: packed;"
     with pytest.raises(refitd.RefusedError, match=says):
         registered(one)
 

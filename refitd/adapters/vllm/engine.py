@@ -253,7 +253,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             if info.lora:
                 given: dict[str, Any] = {"module_or_tensors": self._hold_adapter(info.lora, offered)}
             else:
-                with self._if_quantised():
+                with self._if_quantised(offered):
                     given = self._learn(client, info, offered, rank).registration()
             target = client.register_target(
                 info.model,
@@ -277,16 +277,21 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         )
 
     @contextlib.contextmanager
-    def _if_quantised(self) -> Iterator[None]:
-        """Add the alternatives to the error if quantisation prevents learning the layout."""
+    def _if_quantised(self, offered: Shapes) -> Iterator[None]:
+        """Name the tensors of both sides and the alternatives if quantisation prevents learning the layout."""
         try:
             yield
         except (refitd.PlanError, refitd.RefusedError) as exc:
             if (how := self.model_config.quantization) is None:
                 raise
+            own = {} if self._learner is None else self._learner.own
+            sides = [sorted(one)[:1] for one in (own.keys() - offered.keys(), offered.keys() - own.keys())]
+            has, offers = (f"{one[0]}" if one else "no other" for one in sides)
             raise refitd.RefusedError(
-                f"this engine is quantised ({how}), and vLLM has converted or packed what it loaded: {exc}; serve the "
-                "model unquantised, or publish a LoRA adapter alone (`lora`), which leaves these weights as they are"
+                f"this engine is quantised ({how}): its checkpoint has {has}, the trainer offers {offers}. Serve the "
+                "trainer's checkpoint, unquantised or with vLLM's online quantisation (--quantization "
+                "int8_per_channel_weight_only, for example), or publish a LoRA adapter alone (`lora`). "
+                f"vLLM's loader: {exc}"
             ) from exc
 
     def _hold_adapter(self, folder: str, offered: Shapes) -> dict[str, torch.Tensor]:
