@@ -5,7 +5,7 @@ Each distinct description is read once, however many ranks share it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as changed
 from math import prod
@@ -308,11 +308,19 @@ class Descriptions:
         self.lists: Lists = Lists()
         self._known: dict[str, Described] = {}
 
-    def take(self, digest: str, read: ShardRead, used: Container[str]) -> None:
+    def take(self, digest: str, read: ShardRead, used: Callable[[], Container[str]]) -> None:
         """Store a description, and forget the oldest unused ones beyond the limits.
 
-        The coordinator asks a daemon that refers to a forgotten one to send it again. `used` are the digests in use.
+        The coordinator asks a daemon that refers to a forgotten one to send it again. `used` returns the digests in
+        use.
         """
+        few = len(self._known) <= MAX_UNUSED_SHARDS
+        if not few or sum(parts_of(known.shard) for known in self._known.values()) > MAX_UNUSED_PARTS:
+            self._forget(used())
+        self._known[digest] = Described(read.shard, read.listed.bytes, read.listed.wants)
+        self.reader.learn(digest, read)
+
+    def _forget(self, used: Container[str]) -> None:
         unused = [d for d in self._known if d not in used]
         parts = sum(parts_of(self._known[d].shard) for d in unused)
         for count, old in zip(range(len(unused), 0, -1), unused, strict=True):
@@ -320,8 +328,6 @@ class Descriptions:
                 break
             parts -= parts_of(self._known.pop(old).shard)
         self.reader.keep(self._known.keys())
-        self._known[digest] = Described(read.shard, read.listed.bytes, read.listed.wants)
-        self.reader.learn(digest, read)
 
     def of(self, added: AddShard) -> Described:
         """Return a rank's description.

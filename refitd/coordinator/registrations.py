@@ -155,6 +155,7 @@ def _check_part(membership: Membership, a: cluster.AddShard, shard: Shard) -> No
                 "replaced, or the nodes see different folders: publish all parts again, from one folder or from copies "
                 "that keep their times (cp -p)"
             )
+        break  # it agreed with all others when it registered
 
 
 def _replaced_by(membership: Membership, a: cluster.AddShard) -> list[Member]:

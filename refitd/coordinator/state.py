@@ -239,9 +239,8 @@ def _handle(turn: Turn, node: Node, event: FromNode) -> Message | None:
         case local.Goodbye():
             registrations.forget_node(turn, name, "its daemon was stopped", event="node-left")
         case cluster.DescribeShard(digest, packed):
-            used = {member.added.digest for member in fleet.members.values()}
             read = event.read or unpack_shard(packed, digest, fleet.descriptions.lists)
-            fleet.descriptions.take(digest, read, used)
+            fleet.descriptions.take(digest, read, lambda: {m.added.digest for m in fleet.members.values()})
         case cluster.AddShard() as message:
             return registrations.add(turn, node, message)
         case local.Deregister(member_id, reason, is_detached):

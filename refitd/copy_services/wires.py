@@ -72,8 +72,9 @@ _BACKLOG = 1024
 # Descriptors that are not for connections.
 _RESERVED = 64
 _READS = 16  # of one connection, before the others are served
-# A peer whose host confirms nothing for this long is lost.
-_SILENCE_MS = 20_000
+# An idle connection to a host that answers no probe is closed after about 35 s. While data is on its way only the run's
+# deadline counts: a peer may read nothing for long, while it waits for its trainer.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 _ADVICE = "check node.address and node.worker_ports there, and the firewalls between both nodes"
 
@@ -372,7 +373,8 @@ class Wires:
 
     def _add(self, sock: socket.socket, label: str = "", *, is_guest: bool) -> Wire:
         wire = self._fds[sock.fileno()] = Wire(sock, label, is_guest=is_guest)
-        for option, value in ((socket.TCP_NODELAY, 1), (socket.TCP_USER_TIMEOUT, _SILENCE_MS)):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in ((socket.TCP_NODELAY, 1), *_KEEPALIVE):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self._epoll.register(sock.fileno(), select.EPOLLIN)
         return wire
