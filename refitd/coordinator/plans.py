@@ -266,7 +266,7 @@ def routed(
 
     With `may_relay`, nodes may relay data to other nodes; the nodes in `last` come last in each path.
     """
-    routes = routes_of(plan.shared, node_of, memory.routes, may_relay=may_relay, last=last, cables=cables)
+    routes = routes_of(plan.few, node_of, memory.routes, may_relay=may_relay, last=last, cables=cables)
     number, parts = {name: i for i, name in enumerate(routes.nodes)}, memory.parts
     return Routed(
         node_of,
@@ -465,5 +465,5 @@ def make_plan(
         time.perf_counter() - started,
         plan.regions,
         found,
-        frozenset(distinct(plan.shared.job_src).tolist()),
+        frozenset(distinct(plan.few.job_src).tolist()),
     )

@@ -111,7 +111,7 @@ def set_bytes_of(found: Match, known: KnownBundles) -> tuple[Ints, Ints]:
         tensors = 1 + int(pieces.tensor.max(initial=-1))
         key, place = np.unique((pieces.set * tensors + pieces.tensor)[first], return_inverse=True)
         nbytes = np.zeros(len(key), np.int64)
-        np.add.at(nbytes, place, _piece_bytes(found)[first])
+        np.add.at(nbytes, place, found.pieces.nbytes[first])
         start = np.append(0, np.cumsum(nbytes))
         of_set = start[offsets_of(key // max(1, tensors), max(1, len(found.set_start) - 1))]
         known.set_bytes = start[place[box]] - of_set[pieces.set], np.diff(of_set)
@@ -123,7 +123,7 @@ def _bundles(found: Match, is_fine: bool) -> Bundles:
     columns = [pieces.dst_class, pieces.set, *([pieces.needers, pieces.again] if is_fine else [])]
     opens = np.append(True, np.any([np.diff(column) != 0 for column in columns], axis=0))[: len(pieces.set)]
     begin = np.flatnonzero(opens)
-    total = np.append(0, np.cumsum(_piece_bytes(found)))
+    total = np.append(0, np.cumsum(found.pieces.nbytes))
     start = np.append(begin, len(pieces.set))
     return Bundles(
         dst_class=pieces.dst_class[begin],
@@ -133,11 +133,6 @@ def _bundles(found: Match, is_fine: bool) -> Bundles:
         nbytes=np.diff(total[start]),
         is_fine=is_fine,
     )
-
-
-def _piece_bytes(found: Match) -> Ints:
-    nbytes: Ints = np.prod(found.pieces.size, axis=1) * found.pieces.element_size
-    return nbytes
 
 
 def _node_kinds(layouts: Layouts, found: Match) -> list[tuple[tuple[Ints, Ints], int]]:
@@ -186,7 +181,7 @@ def _distinct_bytes(found: Match, coarse: Bundles, bundle: Ints) -> int:
     """Return the bytes of the distinct pieces of bundles."""
     _, piece = ranges(coarse.start[bundle], np.diff(coarse.start)[bundle])
     first, _ = numbered(found.pieces.box[piece])
-    return int(_piece_bytes(found)[piece[first]].sum())
+    return int(found.pieces.nbytes[piece[first]].sum())
 
 
 # Nodes send too much if the busiest receiver receives less than this share of the busiest sender's bytes.
@@ -395,8 +390,7 @@ def _patterns(plan: SharedPlan, kind: Ints, count: Ints) -> Patterns:
     lots, lot = numbered_lists(pattern[crossing], np.flatnonzero(opens))
     of_box = np.zeros(boxes, np.int64)
     of_box[box[crossing[opens]]] = lot
-    rows = plan.rows
-    nbytes = np.prod(rows.size, axis=1) * rows.element_size
+    nbytes = plan.row_bytes
     lot_bytes = np.zeros(len(lots), np.int64)
     np.add.at(lot_bytes, lot, nbytes[row[crossing[opens]]])
     pairs = distinct(pattern * max(1, len(lots)) + of_box[box])

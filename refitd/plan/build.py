@@ -1,6 +1,7 @@
 """Turn rosters into one exact plan.
 
     rosters -> layouts      names, geometries and layout classes as columns        (read_rosters.py, layouts.py)
+            -> families     tensors that are alike are planned as one              (families.py)
             -> match        pieces of each destination class, and their holders    (match.py, boxes.py)
             -> regions      elements that several source ranks hold, to compare    (shared.py)
             -> shares       the sender of each piece                               (replicas.py, between_nodes.py)
@@ -28,6 +29,7 @@ from refitd.plan.coalesce import Rows, joined_alike
 from refitd.plan.columns import Ints, Memo, find, first_alike, hashed, in_order, mixed, numbered, offsets_of, ranges
 from refitd.plan.completion import SIDES
 from refitd.plan.cost import EQUAL, Cables, Floats
+from refitd.plan.families import joined, unlike, whole
 from refitd.plan.layouts import Layouts, Side
 from refitd.plan.match import Match, match
 from refitd.plan.ops import ReshardPlan, reshard_plans
@@ -178,7 +180,7 @@ def plan_reshard(rosters: Sequence[Roster]) -> dict[int, ReshardPlan]:
         PlanError: lists every problem.
     """
     plan, layouts = _planned(rosters, Remembered(), EQUAL)
-    return reshard_plans(plan.shared, layouts)
+    return reshard_plans(plan.shared, whole(layouts))
 
 
 def _planned(rosters: Sequence[Roster], remembered: Remembered, cables: Cables) -> tuple[GlobalPlan, Layouts]:
@@ -190,14 +192,24 @@ def _planned(rosters: Sequence[Roster], remembered: Remembered, cables: Cables) 
     shared = _shared_plan(layouts, found, _shares(layouts, found, _speeds(rosters, cables), known.bundles), known.rows)
     if wrong := shared_violations(shared, layouts, known.proof):
         raise PlanError(wrong)
-    return GlobalPlan(shared, found.unused, found.is_lcm, shared.digest(), known.held.of_ranks(layouts)), layouts
+    is_lcm = found.is_lcm
+    if (families := layouts.families) is not None:
+        is_lcm = np.zeros(len(families.tensors), bool)
+        is_lcm[families.tensor] = np.repeat(found.is_lcm, families.count)
+    return GlobalPlan(shared, found.unused, is_lcm, shared.digest(), known.held.of_ranks(layouts)), layouts
 
 
 def _found(rosters: Sequence[Roster]) -> Found:
     layouts, problems = read_rosters(rosters)
-    found, unmatched = match(layouts)
+    few = layouts if problems else joined(layouts)
+    found, unmatched = match(few)
+    if unmatched and few is not layouts:
+        unmatched = match(layouts)[1]  # of every tensor
     if problems or unmatched:
         raise PlanError(problems + unmatched)
+    if wrong := unlike(few, layouts):
+        raise PlanError(wrong)
+    layouts = few
     held = match(layouts.with_ties_merged())[0].shared if layouts.has_ties else found.shared
     return Found(layouts, found, held_by_classes(layouts, held))
 
@@ -244,7 +256,7 @@ def _shares(layouts: Layouts, found: Match, speed: Floats | None, known: KnownBu
         members[holder],
         layouts.nodes,
         bundles.start,
-        np.prod(pieces.size, axis=1) * pieces.element_size,
+        pieces.nbytes,
         bundles.content if bundles.is_fine else np.arange(len(bundles.set)),
         *set_bytes_of(found, known),
         speed,
@@ -292,6 +304,7 @@ def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted, known: Mem
         job_src=layouts.ranks[src[job_start]],
         job_dst=layouts.ranks[dst[job_start]],
         fills=shared_fills(layouts),
+        families=layouts.families,
     )
 
 

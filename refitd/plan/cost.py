@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from refitd.plan.columns import Bools, Ints, numbered, offsets_of, ranges
 from refitd.plan.shared import GlobalPlan
-from refitd.plan.table import CopyTable, Parted
+from refitd.plan.table import CopyTable, Parted, weights_of
 
 Floats = npt.NDArray[np.float64]
 
@@ -187,9 +187,10 @@ def flows_of(table: Parted[Any]) -> Flows:
     part = np.repeat(np.arange(len(table.parts)), np.diff(table.parts.start))
     slots = 1 + max(int(rows.src_rank.max(initial=0)), int(rows.dst_rank.max(initial=0)))
     first, which = numbered(((part * slots + rows.src_rank) * slots + rows.dst_rank) * 2 + (rows.cast > 0))
-    count = np.bincount(which, minlength=len(first)).astype(np.int64)
-    nbytes = np.zeros(len(first), np.int64)
-    np.add.at(nbytes, which, rows.row_bytes)
+    weight = weights_of(table.parts.families, rows.tensor)
+    count, nbytes = np.zeros(len(first), np.int64), np.zeros(len(first), np.int64)
+    np.add.at(count, which, weight)
+    np.add.at(nbytes, which, rows.row_bytes * weight)
     begin = offsets_of(part[first], len(table.parts))  # `first` is in the order of the parts
     of, at = ranges(begin[uses.part], begin[uses.part + 1] - begin[uses.part])
     ranks_at = (np.cumsum(uses.count, dtype=np.int64) - uses.count)[of]

@@ -26,6 +26,7 @@ from refitd.describe.layout import canonical_name
 from refitd.describe.metadata import ParameterMetadata
 from refitd.dtypes import Offered, cast_number
 from refitd.plan.columns import Ints, numbered, ranges
+from refitd.plan.table import Families
 from refitd.text import named
 
 
@@ -113,6 +114,7 @@ class Layouts:
     destination: Side
     geometries: Geometries
     tied: Ints  # [tensors] the first tensor that each is tied to; itself if it is not tied
+    families: Families | None = None  # what tensors and local tensors stand for, if they are several (families.py)
 
     def padded(self, side: Side) -> Ints:
         """Return one row of a side's entry columns for each local tensor that has padding."""

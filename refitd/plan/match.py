@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from refitd.plan.boxes import intersect, lcm_tiling
-from refitd.plan.columns import Hashes, Ints, distinct, find, hashed, mixed, numbered, offsets_of, ranges
+from refitd.plan.columns import Columns, Hashes, Ints, distinct, find, hashed, mixed, numbered, offsets_of, ranges
 from refitd.plan.layouts import Layouts, Side
+from refitd.plan.table import weights_of
 from refitd.text import nearest
 
 Flags = npt.NDArray[np.bool_]
@@ -50,6 +51,7 @@ class WantedPieces:
     tensor: Ints
     local: Ints
     element_size: Ints
+    weight: Ints  # number of tensors that the tensor stands for
     cast: Ints
     origin: Ints  # [pieces, D] canonical
     size: Ints  # [pieces, D]
@@ -57,9 +59,15 @@ class WantedPieces:
     offset: Ints  # in the destination's local tensor
     stride: Ints  # [pieces, D]
 
+    @property
+    def nbytes(self) -> Ints:
+        """The bytes of each piece."""
+        nbytes: Ints = np.prod(self.size, axis=1) * self.element_size * self.weight
+        return nbytes
+
 
 @dataclass(frozen=True, eq=False)
-class SharedCells:
+class SharedCells(Columns):
     """Holdings of wanted cells that several source ranks hold, or one holds twice, sorted by (spot, class)."""
 
     spot: Ints  # equal for holdings with equal elements
@@ -70,7 +78,6 @@ class SharedCells:
     element_size: Ints
     offset: Ints  # of the cell's first element in the local tensor
     stride: Ints  # [holdings, D]
-    size: Ints  # [holdings, D]
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,6 +316,7 @@ def _wanted_pieces(layouts: Layouts, wanted: _Tiles, pattern: Ints, patterns: _P
         tensor=tensor[order],
         local=local[order],
         element_size=geometries.element_size[geometry],
+        weight=weights_of(layouts.families, tensor[order]),
         cast=geometries.cast[geometry],
         origin=origin[order],
         size=size[order],

@@ -209,7 +209,7 @@ def _inner_parts(plan: SharedPlan, kinds: Ints) -> PartRows[CopyTable]:
     count = np.diff(plan.row_start)[kinds]
     row = range_values(plan.row_start[kinds], count)
     table = CopyTable(**_columns(plan, row, np.zeros(len(row), np.int64), np.ones(len(row), np.int64)))
-    return PartRows(table, np.append(0, np.cumsum(count)))
+    return PartRows(table, np.append(0, np.cumsum(count)), plan.families)
 
 
 def _crossing(
@@ -260,8 +260,8 @@ def _crossing_parts(
     none = np.zeros(len(row), np.int32)
     table = CrossingTable(**_columns(plan, row, src, dst, giver_row), path=none, hop=none)
     nbytes = np.zeros(len(here), np.int64)
-    np.add.at(nbytes, of, table.row_bytes)
-    parts = PartRows(table, offsets_of(of, len(here)))
+    np.add.at(nbytes, of, plan.row_bytes[row])
+    parts = PartRows(table, offsets_of(of, len(here)), plan.families)
     return _CrossingParts(parts, nbytes, slot_start, half[1::2] - slot_start[:-1], (slots % members).astype(np.int32))
 
 
@@ -306,7 +306,7 @@ def _onward_parts(plan: SharedPlan, patterns: Patterns) -> _OnwardParts:
     row = patterns.row[line]
     columns = _columns(plan, row, np.zeros(len(row), np.int64), np.ones(len(row), np.int64), patterns.row[giver])
     return _OnwardParts(
-        parts=PartRows(CopyTable(**columns), np.append(first, len(line))),
+        parts=PartRows(CopyTable(**columns), np.append(first, len(line)), plan.families),
         of_pattern=offsets_of(pattern[first], len(patterns.start) - 1),
         src=src[first],
         dst=dst[first],

@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,10 +24,19 @@ import xxhash
 
 from refitd.dtypes import fill_pattern
 from refitd.plan.coalesce import Rows
-from refitd.plan.columns import Ints, hashed, name_hashes, range_values, ranges
+from refitd.plan.columns import Ints, range_values, ranges
 from refitd.plan.layouts import Layouts
 from refitd.plan.match import SharedCells
-from refitd.plan.table import PLACE_BITS, CopyTable, FillTable, Int64, RegionTable
+from refitd.plan.table import (
+    PLACE_BITS,
+    CopyTable,
+    Families,
+    FillTable,
+    Int64,
+    RegionTable,
+    places_of,
+    weights_of,
+)
 
 MAX_NAMED = 5  # the most tensors that one refusal names
 ADVICE = (
@@ -105,14 +114,15 @@ class HeldByClasses:
 
 def held_by_classes(layouts: Layouts, shared: SharedCells) -> HeldByClasses:
     """Return the regions of classes: wanted elements that several source ranks hold, or one holds twice."""
+    shared, all_tensors, all_locals = _with_members(layouts, shared)
     classes, holder = np.unique(shared.source_class, return_inverse=True)
     tensors, tensor = np.unique(shared.tensor, return_inverse=True)
     names, local = np.unique(shared.local, return_inverse=True)
     # np.unique numbers in order, so groups ascend as spots do
     _, group = np.unique(shared.spot * (1 + int(shared.dtype.max(initial=0))) + shared.dtype, return_inverse=True)
     table = RegionTable(
-        tensors=tuple(layouts.tensors[i] for i in tensors.tolist()),
-        locals=tuple(layouts.locals[i] for i in names.tolist()),
+        tensors=tuple(all_tensors[i] for i in tensors.tolist()),
+        locals=tuple(all_locals[i] for i in names.tolist()),
         size=shared.size,
         element_size=shared.element_size.astype(np.int32),
         group=group.astype(np.int32),
@@ -123,6 +133,17 @@ def held_by_classes(layouts: Layouts, shared: SharedCells) -> HeldByClasses:
         stride=shared.stride,
     )
     return HeldByClasses(table, classes)
+
+
+def _with_members(layouts: Layouts, shared: SharedCells) -> tuple[SharedCells, tuple[str, ...], tuple[str, ...]]:
+    """Return the cells of all tensors of families, and the names of tensors and local tensors."""
+    if (families := layouts.families) is None:
+        return shared, layouts.tensors, layouts.locals
+    row, tensor, local = families.members(shared.tensor, shared.local)
+    found = replace(shared.select(row), tensor=tensor, local=local)
+    spot = found.spot * len(families.tensors) + tensor
+    order = np.lexsort((found.source_class, spot))
+    return replace(found, spot=spot).select(order), families.tensors, families.locals
 
 
 def differences(held: Sequence[Digested]) -> list[str]:
@@ -210,14 +231,46 @@ class SharedPlan:
     job_src: Ints
     job_dst: Ints
     fills: SharedFills = field(default_factory=SharedFills)
+    families: Families | None = None
 
     @functools.cached_property
     def places(self) -> Ints:
         """The part of each row's task id that does not depend on the rank: a hash of tensor and place written."""
-        tensors, names = name_hashes(self.tensors), name_hashes(self.locals)
         rows = self.rows
-        place = hashed([tensors[rows.tensor], names[rows.dst_local], rows.dst_offset])
-        return (place & np.uint64(2**PLACE_BITS - 1)).astype(np.int64)
+        return places_of(self.tensors, self.locals, rows.tensor, rows.dst_local, rows.dst_offset)
+
+    def places_of(self, at: Ints) -> tuple[Ints, Ints]:
+        """Return (index into `at`, place) of every tensor that some rows stand for."""
+        if (families := self.families) is None:
+            return np.arange(len(at)), self.places[at]
+        tensor, local, offset = (column[at] for column in (self.rows.tensor, self.rows.dst_local, self.rows.dst_offset))
+        row, tensor, local = families.members(tensor, local)
+        return row, places_of(families.tensors, families.locals, tensor, local, offset[row])
+
+    @property
+    def row_bytes(self) -> Ints:
+        """The bytes that each row writes, in all tensors that its tensor stands for."""
+        rows = self.rows
+        each: Ints = np.prod(rows.size, axis=1, dtype=np.int64) * rows.element_size
+        return each * weights_of(self.families, rows.tensor)
+
+    def whole(self) -> SharedPlan:
+        """Return the plan with rows for all tensors of the families."""
+        if (families := self.families) is None:
+            return self
+        rows, fills = self.rows, self.fills
+        row, tensor, src, dst = families.members(rows.tensor, rows.src_local, rows.dst_local)
+        before = np.append(0, np.cumsum(families.count[rows.tensor]))
+        return SharedPlan(
+            tensors=families.tensors,
+            locals=families.locals,
+            rows=replace(rows.select(row), tensor=tensor, src_local=src, dst_local=dst).in_order(),
+            row_start=before[self.row_start],
+            job_rows=self.job_rows,
+            job_src=self.job_src,
+            job_dst=self.job_dst,
+            fills=replace(fills, local=families.local[families.local_start[fills.local]]),
+        )
 
     def __len__(self) -> int:
         return int((self.row_start[self.job_rows + 1] - self.row_start[self.job_rows]).sum())
@@ -261,6 +314,7 @@ class SharedPlan:
         rows = self.rows
         for names in (self.tensors, self.locals):
             digest.update("\0".join(names).encode())
+        digest.update(b"" if self.families is None else self.families.digest)
         for column in (
             rows.tensor,
             rows.src_local,
@@ -295,14 +349,14 @@ class GlobalPlan:
     """Every copy of a refit, and every fill.
 
     Attributes:
-        shared: the copies; rows that several ranks share are stored once.
+        few: the copies; rows that several ranks or tensors share are stored once.
         unused_sources: canonical names that some rank offers and none wants.
         is_lcm: for each of `shared.tensors`, whether LCM tiling planned it.
         digest: identifies the plan's copies and fills.
         regions: elements that several source ranks hold, to be compared before anything moves.
     """
 
-    shared: SharedPlan
+    few: SharedPlan
     unused_sources: tuple[str, ...]
     is_lcm: npt.NDArray[np.bool_]
     digest: str
@@ -316,6 +370,11 @@ class GlobalPlan:
         if not (self.shared.rows.tensor == number).any():
             return None
         return Planner.LCM if self.is_lcm[number] else Planner.INTERSECT
+
+    @functools.cached_property
+    def shared(self) -> SharedPlan:
+        """The copies, with rows for every tensor; rows that several ranks share are stored once."""
+        return self.few.whole()
 
     @functools.cached_property
     def table(self) -> CopyTable:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from refitd.dtypes import DESTINATION_SIZES, SOURCE_SIZES
-from refitd.plan.columns import Columns, Ints, distinct, range_values, ranges
+from refitd.plan.columns import Columns, Ints, distinct, hashed, name_hashes, range_values, ranges
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -267,21 +267,87 @@ class Uses:
 
 
 @dataclass(frozen=True, eq=False)
+class Families:
+    """Tensors that are planned as one, and the local tensors of each: tables name lists of them (`plan/families.py`).
+
+    Tensor t of such a table is tensor[tensor_start[t] : tensor_start[t + 1]], and its local tensors are as many, in
+    this order.
+    """
+
+    tensors: tuple[str, ...]  # canonical names
+    locals: tuple[str, ...]
+    tensor_start: Ints
+    tensor: Ints  # index into `tensors`
+    local_start: Ints
+    local: Ints  # index into `locals`
+
+    @cached_property
+    def count(self) -> Ints:
+        """The number of tensors in each."""
+        return np.diff(self.tensor_start)
+
+    def members(self, tensor: Ints | Int32, *local: Ints | Int32) -> tuple[Ints, ...]:
+        """Return rows for the members of each row: (number of the row, tensor, each local tensor)."""
+        row, at = ranges(self.tensor_start[tensor], self.count[tensor])
+        nth = at - self.tensor_start[tensor][row]
+        return row, self.tensor[at], *(self.local[self.local_start[each][row] + nth] for each in local)
+
+    def expanded(self, table: T) -> T:
+        """Return the copies of all members; task ids are places alone (PartRows)."""
+        assert isinstance(table, CopyTable)
+        row, tensor, src, dst = self.members(table.tensor, table.src_local, table.dst_local)
+        rows = table.select(row)
+        return replace(
+            rows,
+            tensors=self.tensors,
+            locals=self.locals,
+            tensor=tensor.astype(np.int32),
+            src_local=src.astype(np.int32),
+            dst_local=dst.astype(np.int32),
+            task_id=places_of(self.tensors, self.locals, tensor, dst, rows.dst_offset),
+        )
+
+    @cached_property
+    def digest(self) -> bytes:
+        """A digest of all names and members."""
+        found = xxhash.xxh3_128(_digest_of(self.tensors) + _digest_of(self.locals))
+        for column in (self.tensor_start, self.tensor, self.local_start, self.local):
+            found.update(column.tobytes())
+        return found.digest()
+
+
+def weights_of(families: Families | None, tensor: npt.NDArray[Any]) -> Ints:
+    """Return how many tensors each one in a table is."""
+    return np.ones(len(tensor), np.int64) if families is None else families.count[tensor]
+
+
+def places_of(
+    tensors: tuple[str, ...], names: tuple[str, ...], tensor: Ints, dst_local: Ints, dst_offset: Ints
+) -> Ints:
+    """Return the part of each task id that does not depend on the rank: a hash of tensor and place written."""
+    place = hashed([name_hashes(tensors)[tensor], name_hashes(names)[dst_local], dst_offset])
+    return (place & np.uint64(2**PLACE_BITS - 1)).astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
 class PartRows(Generic[T]):
     """The rows of all parts. In a part, ranks are positions among the ranks of a use, and task ids are places alone.
 
-    Part i has rows start[i] : start[i + 1]; `start` has the shape [parts + 1].
+    Part i has rows start[i] : start[i + 1]; `start` has the shape [parts + 1]. Rows of `families` are one for all
+    members; a part has all.
     """
 
     rows: T
     start: Ints
+    families: Families | None = None
 
     def __len__(self) -> int:
         return len(self.start) - 1
 
     def part(self, number: int) -> T:
         """Return a part, with only the names that its rows use."""
-        return self.rows.select(slice(int(self.start[number]), int(self.start[number + 1]))).with_own_names()
+        rows = self.rows.select(slice(int(self.start[number]), int(self.start[number + 1])))
+        return (rows if self.families is None else self.families.expanded(rows)).with_own_names()
 
     @functools.cached_property
     def contents(self) -> list[bytes]:
@@ -289,6 +355,7 @@ class PartRows(Generic[T]):
         rows, names = self.rows, xxhash.xxh3_128(type(self.rows).__name__.encode())
         for name in NAMES:
             names.update(_digest_of(getattr(rows, name, None)))
+        names.update(b"" if self.families is None else self.families.digest)
         columns = [value for f in fields(rows) if isinstance(value := getattr(rows, f.name), np.ndarray)]
         matrix = np.column_stack([column.astype("<i8") for column in columns])
         names.update(repr(matrix.shape[1]).encode())

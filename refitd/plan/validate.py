@@ -382,9 +382,9 @@ def _uncovered(spans: Spans, uses: _Uses, wanted: TileIndex, dst: Ints, layouts:
 def _ambiguous_ids(plan: SharedPlan, at: Ints, destination_class: Ints) -> list[str]:
     """Return a message if two copies to one destination class have the same task id."""
     rows = plan.rows.select(at)
-    by_id = distinct(hashed([destination_class, plan.places[at]]))
-    by_place = distinct(hashed([destination_class, rows.tensor, rows.dst_local, rows.dst_offset]))
-    if len(by_id) == len(by_place):
+    example, _ = numbered(hashed([destination_class, rows.tensor, rows.dst_local, rows.dst_offset]))
+    where, places = plan.places_of(at[example])
+    if len(distinct(hashed([destination_class[example[where]], places]))) == len(places):
         return []
     return ["plan: two copies to one rank have the same task id; rename one of the destination's tensors"]
 
