@@ -145,7 +145,7 @@ def measure(case: models.Case) -> dict[str, Any]:
         "rss_before_bytes": before_bytes,
         "bytes": traffic.total_bytes,
         "copies": traffic.total_copies,
-        "rows": len(plan.shared.rows.tensor),
+        "rows": len(plan.few.rows),
         "pairs": len(traffic.src),
         "sender_max_over_mean": balance.ratio,
         "wire_bytes": received.wire_bytes,

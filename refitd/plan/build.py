@@ -192,10 +192,7 @@ def _planned(rosters: Sequence[Roster], remembered: Remembered, cables: Cables) 
     shared = _shared_plan(layouts, found, _shares(layouts, found, _speeds(rosters, cables), known.bundles), known.rows)
     if wrong := shared_violations(shared, layouts, known.proof):
         raise PlanError(wrong)
-    is_lcm = found.is_lcm
-    if (families := layouts.families) is not None:
-        is_lcm = np.zeros(len(families.tensors), bool)
-        is_lcm[families.tensor] = np.repeat(found.is_lcm, families.count)
+    is_lcm = found.is_lcm if layouts.families is None else layouts.families.spread(found.is_lcm)
     return GlobalPlan(shared, found.unused, is_lcm, shared.digest(), known.held.of_ranks(layouts)), layouts
 
 

@@ -141,29 +141,32 @@ class Traffic:
 
 def traffic_of(plan: GlobalPlan) -> Traffic:
     """Return a plan's traffic, without expanding it to a row per copy."""
-    shared = plan.shared
-    rows = shared.rows
-    row_bytes = np.prod(rows.size, axis=1, dtype=np.int64) * rows.element_size
-    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(row_bytes, dtype=np.int64)])
+    shared = plan.few
+    rows, families = shared.rows, shared.families
+    weight, row_bytes = weights_of(families, rows.tensor), shared.row_bytes
+    before, before_copies = (np.append(0, np.cumsum(each)) for each in (row_bytes, weight))
     low, high = shared.row_start[shared.job_rows], shared.row_start[shared.job_rows + 1]
     # usually one job per pair, but a plan may split a pair's copies over several
     key = shared.job_dst.astype(np.int64) << 32 | shared.job_src.astype(np.int64)
     begin = np.flatnonzero(np.append(True, np.diff(key) != 0)[: len(key)])  # jobs are sorted
     pairs = key[begin]
     moved, copies = (
-        np.add.reduceat(of, begin) if len(begin) else of for of in (before[high] - before[low], high - low)
+        np.add.reduceat(of, begin) if len(begin) else of
+        for of in (before[high] - before[low], before_copies[high] - before_copies[low])
     )
     times = np.bincount(shared.job_rows, minlength=len(shared.row_start) - 1).astype(np.int64)
     performed = np.repeat(times, np.diff(shared.row_start))
     tensor_bytes, tensor_copies = np.zeros(len(shared.tensors), np.int64), np.zeros(len(shared.tensors), np.int64)
-    np.add.at(tensor_bytes, rows.tensor, row_bytes * performed)
+    np.add.at(tensor_bytes, rows.tensor, row_bytes // weight * performed)
     np.add.at(tensor_copies, rows.tensor, performed)
+    if families is not None:
+        tensor_bytes, tensor_copies = families.spread(tensor_bytes), families.spread(tensor_copies)
     return Traffic(
         src=pairs & (2**32 - 1),
         dst=pairs >> 32,
         bytes=moved,
         copies=copies,
-        tensors=shared.tensors,
+        tensors=shared.tensors if families is None else families.tensors,
         tensor_bytes=tensor_bytes,
         tensor_copies=tensor_copies,
     )

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from refitd.describe.layout import elements
 from refitd.plan.columns import Bools, Ints, hashed, in_order, numbered, numbered_lists, offsets_of
 from refitd.plan.layouts import NO_PADDING, Layouts, Side
 from refitd.plan.table import Families
@@ -152,16 +153,25 @@ def _families(layouts: Layouts) -> Ints:
     some, number = some[order], number[order]
     begin = offsets_of(number, 1 + int(number.max(initial=-1)))
     size = np.diff(begin)[number]
-    divided = np.where(_holders(layouts)[some] > 1, -(-size // DIVIDED), size)
+    divided = np.where(_is_held_twice(layouts)[some], -(-size // DIVIDED), size)
     nth = np.arange(len(some)) - begin[number]
     family[some] = some[begin[number] + nth // divided * divided]
     return family
 
 
-def _holders(layouts: Layouts) -> Ints:
-    """Return the number of source ranks that hold each tensor, or parts of it."""
-    source = layouts.source
+def _is_held_twice(layouts: Layouts) -> Bools:
+    """Return whether several source ranks hold some elements of each tensor.
+
+    It depends on the classes, and on which of them have several ranks: as long as `Remembered` reuses a match.
+    """
+    source, geometries = layouts.source, layouts.geometries
+    before = np.append(0.0, np.cumsum(np.prod(geometries.box_size, axis=1)[geometries.tile_box]))
+    held = np.diff(before[geometries.tile_start])[source.entry_geometry]
+    sizes = np.array([*map(elements, geometries.shapes), 0], np.float64)  # the last one: not declared
+    together, size = np.zeros(len(layouts.tensors)), np.zeros(len(layouts.tensors))
+    np.add.at(together, source.entry_tensor, held)
+    size[source.entry_tensor] = sizes[geometries.global_shape[source.entry_geometry]]
+    found: Bools = together > size
     ranks = np.bincount(source.rank_class[source.rank_class >= 0], minlength=source.classes)
-    found = np.zeros(len(layouts.tensors), np.int64)
-    np.add.at(found, source.entry_tensor, ranks[source.entry_class])
+    found[source.entry_tensor[ranks[source.entry_class] > 1]] = True
     return found

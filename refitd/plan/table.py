@@ -292,6 +292,12 @@ class Families:
         nth = at - self.tensor_start[tensor][row]
         return row, self.tensor[at], *(self.local[self.local_start[each][row] + nth] for each in local)
 
+    def spread(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the values of all tensors from those of the tensors that stand for them."""
+        found = np.empty(len(self.tensors), values.dtype)
+        found[self.tensor] = np.repeat(values, self.count)
+        return found
+
     def expanded(self, table: T) -> T:
         """Return the copies of all members; task ids are places alone (PartRows)."""
         assert isinstance(table, CopyTable)

@@ -34,7 +34,7 @@ def random_fleet(rng: Random) -> Fleet:
     shapes = {f"t{i}": random_shape(rng) for i in range(rng.randint(1, 4))}
     pool = list(range(rng.randint(1, 6)))
     other = pool if rng.random() < 0.4 else list(range(rng.randint(0, len(pool)), len(pool) + rng.randint(1, 6)))
-    sources, destinations = [], []
+    sources, destinations, alike = [], [], {}
     for name, shape in shapes.items():
         # replicas may hold a tensor in different layouts; together they cover it
         held = [random_side(rng, name, shape, ranks) for ranks in random_groups(rng, pool)]
@@ -44,12 +44,22 @@ def random_fleet(rng: Random) -> Fleet:
             # one side declares its blocks; all other sides with blocks or strides use tiles
             parts = rng.choice([side for side in (*held, *wanted) if any(m.partition_sizes for m in side.values())])
             held, wanted = ([s if s is parts else in_tiles(s) for s in sides] for sides in (held, wanted))
-        sources += held
-        destinations += wanted
+        for copy in [name, *(f"{name}.{i}" for i in range(rng.choice((0, 0, 3))))]:
+            alike[copy] = shape
+            sources += [renamed(side, name, copy) for side in held]
+            destinations += [renamed(side, name, copy) for side in wanted]
     nodes = {rank: f"node{rank // rng.randint(1, 4)}" for rank in {*pool, *other}} if rng.random() < 0.5 else None
     found = rosters(sources, destinations, nodes)
     rng.shuffle(found)
-    return Fleet(found, shapes)
+    return Fleet(found, alike)
+
+
+def renamed(side: Side, name: str, other: str) -> Side:
+    """Describe another tensor that ranks hold as they hold this one."""
+    return {
+        rank: replace(m, name=other, tiles=m.tiles and tuple(replace(tile, tensor=other) for tile in m.tiles))
+        for rank, m in side.items()
+    }
 
 
 def in_one_block(side: Side) -> Side:

@@ -37,7 +37,7 @@ def rosters_of(sources: int, targets: int) -> list[Roster]:
 def routed(rosters: list[Roster], cables: Cables) -> tuple[CrossingTable, Relays, dict[str, int]]:
     """Return the rows between nodes, the relays, and the bytes that each node sends."""
     node_of = {roster.rank: roster.node for roster in rosters}
-    routes = routes_of(plan_copies(rosters, cables=cables).shared, node_of, cables=cables)
+    routes = routes_of(plan_copies(rosters, cables=cables).few, node_of, cables=cables)
     rows, relays = routes.crossing.table.whole(), routes.relays
     sent: dict[str, int] = {}
     for rank, nbytes in zip(rows.src_rank.tolist(), rows.row_bytes.tolist(), strict=True):

@@ -145,8 +145,8 @@ def test_every_rank_gets_its_slices(fleet: tuple[list[Roster], dict[int, str], C
     assert plan.digest == plan_copies(rosters[::-1], cables=cables).digest
     table = plan.table
     crosses = np.array([node_of[s] != node_of[d] for s, d in zip(table.src_rank, table.dst_rank, strict=True)], bool)
-    routes = routes_of(plan.shared, node_of, least_bytes=0, cables=cables)
-    crossing = routes_of(plan.shared, node_of, may_relay=False).crossing.table.whole()
+    routes = routes_of(plan.few, node_of, least_bytes=0, cables=cables)
+    crossing = routes_of(plan.few, node_of, may_relay=False).crossing.table.whole()
     rows, relays, onward = routes.crossing.table.whole(), routes.relays, routes.onward.table.whole()
     assert len(routes.inner.table.whole()) == (~crosses).sum()
     assert sum(routes.links.by_nodes().values()) == rows.total_bytes
@@ -200,8 +200,8 @@ def test_whatever_is_cut_in_whatever_way_and_wanted_however_often_crosses_once(r
         plan = plan_copies(rosters)
         assert plan.digest == plan_copies(rosters[::-1]).digest
     oracle.check(plan.table, rosters, fleet.shapes, plan.fills)
-    check_once(routes_of(plan.shared, node_of, may_relay=False).crossing.table.whole(), rosters, node_of, fleet.shapes)
-    check_written(routes_of(plan.shared, node_of, least_bytes=0), rosters, fleet.shapes)
+    check_once(routes_of(plan.few, node_of, may_relay=False).crossing.table.whole(), rosters, node_of, fleet.shapes)
+    check_written(routes_of(plan.few, node_of, least_bytes=0), rosters, fleet.shapes)
 
 
 def test_what_one_engine_holds_in_a_row_and_another_in_pieces_crosses_once() -> None:
@@ -218,7 +218,7 @@ def test_what_one_engine_holds_in_a_row_and_another_in_pieces_crosses_once() -> 
         Roster(3, (), [meta("w", (96,), 3, tiles=pieces)], "e"),
     ]
     plan = plan_copies(rosters)
-    links = routes_of(plan.shared, {roster.rank: roster.node for roster in rosters}).links
+    links = routes_of(plan.few, {roster.rank: roster.node for roster in rosters}).links
     assert links.by_nodes() == {("t", "e"): 12 * 8 * 2}
     oracle.check(plan.table, rosters, {"w": (12, 8)})
 
@@ -228,7 +228,7 @@ def test_tensors_whose_numbers_and_sizes_lie_in_line_cross_once() -> None:
     heights = {f"t{i:03d}": 256 if i == 0 else 64 for i in range(449)}
     rosters = [Roster(0, source=tall(heights, 0)), *(Roster(i, destination=tall(heights, i)) for i in range(1, 5))]
     node_of = {0: "n0", 1: "n1", 2: "n1", 3: "n2", 4: "n2"}
-    routes = routes_of(plan_copies(rosters).shared, node_of, least_bytes=0)
+    routes = routes_of(plan_copies(rosters).few, node_of, least_bytes=0)
     rows, onward = routes.crossing.table.whole(), routes.onward.table.whole()
     assert len(rows) == len(onward) == 2 * len(heights)
     assert [path.nodes for path in routes.relays.paths] == [("n1", "n2")]
@@ -243,7 +243,7 @@ def tall(heights: dict[str, int], rank: int) -> list[ParameterMetadata]:
 def test_little_goes_directly() -> None:
     heights = {f"t{i}": 4 for i in range(10)}
     rosters = [Roster(0, source=tall(heights, 0)), *(Roster(i, destination=tall(heights, i)) for i in range(1, 5))]
-    routes = routes_of(plan_copies(rosters).shared, {rank: f"n{rank}" for rank in range(5)})
+    routes = routes_of(plan_copies(rosters).few, {rank: f"n{rank}" for rank in range(5)})
     assert routes.relays.paths == () and not routes.crossing.table.uses.path.any()
 
 
@@ -254,7 +254,7 @@ def test_nodes_that_hold_no_base_come_last() -> None:
         *(Roster(i, destination=tall({"t": 2048}, i)) for i in range(1, 5)),
     ]
     node_of = {rank: f"n{rank}" for rank in range(5)}
-    routes = routes_of(plan_copies(rosters).shared, node_of, last={"n1", "n3"})
+    routes = routes_of(plan_copies(rosters).few, node_of, last={"n1", "n3"})
     assert [path.nodes for path in routes.relays.paths] == [("n2", "n4", "n1", "n3")]
 
 
@@ -274,7 +274,7 @@ def test_replicas_of_a_node_get_it_once_however_many_replicas_of_the_trainer_hol
                 else Roster(rank, destination=metas, node="e")
             )
     plan = plan_copies(rosters)
-    links = routes_of(plan.shared, {roster.rank: roster.node for roster in rosters}).links
+    links = routes_of(plan.few, {roster.rank: roster.node for roster in rosters}).links
     assert sum(links.by_nodes().values()) == sum(2 * int(np.prod(shape)) for shape in SHAPES.values())
 
 
@@ -294,7 +294,7 @@ def test_a_trainers_cable_carries_one_copy_however_many_of_its_ranks_hold_the_sa
             rosters.append(Roster(rank, metas if is_source else (), () if is_source else metas, node))
     node_of = {roster.rank: roster.node for roster in rosters}
     plan = plan_copies(rosters)
-    routes = routes_of(plan.shared, node_of, least_bytes=0)
+    routes = routes_of(plan.few, node_of, least_bytes=0)
     whole = 8 * 64 * 128 * 2
     assert sum(nbytes for (src, _), nbytes in routes.links.by_nodes().items() if src == "train") == whole
     assert routes.relays.bytes == whole and routes.relays.direct_bytes == len(engines) * whole

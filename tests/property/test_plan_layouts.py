@@ -29,6 +29,10 @@ def some(examples: int) -> settings:
 @some(120)
 @given(fleets())
 def test_every_destination_gets_what_slicing_gives(fleet: Fleet) -> None:
+    with patch("refitd.plan.families.DIVIDED", 1):  # families of several holders are not divided
+        joint = plan_copies(fleet.rosters)
+    oracle.check(joint.table, fleet.rosters, fleet.shapes, joint.fills)
+    assert violations(joint, fleet.rosters) == []
     plan = plan_copies(fleet.rosters)
     oracle.check(plan.table, fleet.rosters, fleet.shapes, plan.fills)
     assert violations(plan, fleet.rosters) == []

@@ -70,7 +70,7 @@ def same(found: CopyTable, want: CopyTable) -> bool:
 def test_parts_hold_no_more_rows_than_the_table(pools: list[Pool], nodes: list[int]) -> None:
     found = rosters(pools, nodes)
     plan = plan_copies(found)
-    routes = routes_of(plan.shared, {roster.rank: roster.node for roster in found}, least_bytes=0)
+    routes = routes_of(plan.few, {roster.rank: roster.node for roster in found}, least_bytes=0)
     tables = (routes.inner.table, routes.crossing.table, routes.onward.table)
     assert sum(len(table.whole()) for table in tables) == len(plan.table)
     assert sorted(i for table in tables for i in table.whole().task_id.tolist()) == sorted(plan.table.task_id.tolist())

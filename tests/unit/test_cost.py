@@ -62,7 +62,7 @@ def test_traffic_is_that_of_the_written_out_table(target):
 @pytest.mark.parametrize("target", [{"tp": 1, "dp": 3}, {"tp": 4, "dp": 2}])
 def test_flows_are_those_of_the_written_out_tables(target):
     rosters, plan, _ = case({"tp": 2, "dp": 3}, target)
-    routes = routes_of(plan.shared, {roster.rank: f"n{roster.rank % 2}" for roster in rosters})
+    routes = routes_of(plan.few, {roster.rank: f"n{roster.rank % 2}" for roster in rosters})
     for routed in (routes.inner, routes.crossing, routes.onward):
         whole, flows = routed.table.whole(), flows_of(routed.table)
         wanted, found = Counter(), Counter()
