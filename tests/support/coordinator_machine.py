@@ -339,7 +339,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         node=st.sampled_from(NODES),
         number=st.integers(1, 6),
         member=st.sampled_from([*MEMBERS, "stranger"]),
-        what=st.integers(0, 8),
+        what=st.integers(0, 7),
     )
     def somebody_talks_nonsense(self, node: str, number: int, member: str, what: int) -> None:
         """Send messages about swaps that have ended, have not begun, or belong to other nodes; never StageDone."""
