@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
@@ -34,19 +35,21 @@ class Message:
 
 
 class FolderPeers(EpochPeers):
-    """The workers of an epoch. Message n with a tag is the file SENDER-RECEIVER-TAG-n."""
+    """The workers of an epoch. Message n with a tag is the file SENDER-RECEIVER-TAG-n, with random names of both."""
 
     def __init__(self, epoch: Epoch, folder: Path, deadline: Deadline) -> None:
         super().__init__(epoch)
         self._folder = folder
         self._sent: Counter[tuple[int, int]] = Counter()
         self._received: Counter[tuple[int, int]] = Counter()
-        self.introduce(epoch, b"", deadline)  # also names a worker that does not come
+        # positions differ between workers, names do not; this also names a worker that does not come
+        words = self.introduce(epoch, secrets.token_hex(8).encode(), deadline)
+        self._names = [word.decode() if word.isalnum() else "" for word in words]  # no path from elsewhere
         self.authenticator = prove(self, epoch, deadline)
 
     def _path(self, sender: int, receiver: int, tag: int, counts: Counter[tuple[int, int]], other: int) -> Path:
         counts[other, tag] += 1
-        return self._folder / f"{sender}-{receiver}-{tag}-{counts[other, tag]}"
+        return self._folder / f"{self._names[sender]}-{self._names[receiver]}-{tag}-{counts[other, tag]}"
 
     def send(self, tensor: torch.Tensor, position: int, tag: int) -> Message:
         """Write the whole message: its sender never waits."""
@@ -82,7 +85,7 @@ class FolderPeers(EpochPeers):
 
     def close(self) -> None:
         """Remove what was sent to this worker and not read."""
-        for path in self._folder.glob(f"*-{self.index}-*"):  # messages to this worker that it never read
+        for path in self._folder.glob(f"*-{self._names[self.index]}-*"):  # messages to this worker that it never read
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # the last worker to close removes the folder
             self._folder.rmdir()

@@ -56,7 +56,7 @@ def test_a_trainer_of_two_ranks_gives_an_engine_every_step(daemon: Daemon, scrip
     assert printed(took) == printed(gave)
 
 
-@pytest.mark.parametrize("chosen", ["refusals or epochs", pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chosen", ["refusals or capabilities", pytest.param("", marks=pytest.mark.slow)])
 def test_the_copy_service_of_another_package_passes_the_suite_away_from_the_checkout(
     tmp_path: Path, chosen: str
 ) -> None:
