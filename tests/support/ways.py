@@ -35,7 +35,7 @@ WAYS = {
 FLIPS = ("flip", "windows", "mxfp8-flip")
 SHAPES = {"w": (512, 544), "n": (77,)}  # `w` is large enough for a window; MXFP8 modes convert it
 WAIT_S = 60.0
-TOKEN_S = 0.03
+TOKEN_S = 0.01
 
 Values = dict[str, torch.Tensor]
 _numbers = itertools.count()
