@@ -127,3 +127,20 @@ def test_unpacked_experts_are_the_weighted_sum_over_those_that_are_here(
                 down = w2[place] @ (torch.nn.functional.silu(gate) * up)
                 expected[token] += down * (1.0 if weighted else shares[token, k])
     torch.testing.assert_close(output, expected)
+
+
+def test_mla_layers_of_refitted_engines_keep_the_weight_that_they_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(backend: str) -> SimpleNamespace:
+        return SimpleNamespace(weight_transfer_config=SimpleNamespace(backend=backend))
+
+    def packed(self: SimpleNamespace, dtype: torch.dtype) -> None:
+        self.kv_b_proj.weight = torch.empty(0)
+
+    for backend, keeps in (("refitd", True), ("nccl", False)):
+        stand_in(monkeypatch, "vllm.config", get_current_vllm_config=lambda backend=backend: config(backend))
+        layer = SimpleNamespace(kv_b_proj=SimpleNamespace(weight=torch.ones(2)))
+        kept_weights._kept(packed)(layer, torch.bfloat16)
+        assert layer.kv_b_proj.weight.numel() == 2 * keeps
+    quantised = SimpleNamespace(kv_b_proj=SimpleNamespace(qweight=torch.ones(2)))
+    kept_weights._kept(lambda self, dtype: None)(quantised, torch.bfloat16)
+    assert not hasattr(quantised.kv_b_proj, "weight")

@@ -181,9 +181,9 @@ def _kept(process: Callable[..., None]) -> Callable[..., None]:
     def chosen(self: Any, *given: Any) -> None:
         from vllm.config import get_current_vllm_config
 
-        weight = self.kv_b_proj.weight
+        weight = getattr(self.kv_b_proj, "weight", None)  # quantised ones have other names
         process(self, *given)
-        if self.kv_b_proj.weight is not weight and is_refitted(get_current_vllm_config()):
+        if weight is not None and not self.kv_b_proj.weight.numel() and is_refitted(get_current_vllm_config()):
             self.kv_b_proj.weight = weight
 
     return chosen
