@@ -35,6 +35,7 @@ OTHERS = {
     "lora-tp1-driven": ("lora_case", "1", "{size}", "driven"),
     "lora-tp2-follow": ("lora_case", "2", "{size}", "follow"),
     "async-grpo": ("trl_case",),
+    "prefix-cache": ("cache_case",),
     "bad-input": ("bad_input_case",),
     "server-killed-tp1": ("killed_case", "1"),
     "server-killed-tp2": ("killed_case", "2"),
