@@ -11,9 +11,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import refitd
-from refitd.testing import Daemon
+from refitd.testing import Cluster, Daemon, Engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 3
@@ -56,11 +57,9 @@ def test_a_trainer_of_two_ranks_gives_an_engine_every_step(daemon: Daemon, scrip
     assert printed(took) == printed(gave)
 
 
-@pytest.mark.parametrize("chosen", ["refusals or capabilities", pytest.param("", marks=pytest.mark.slow)])
-def test_the_copy_service_of_another_package_passes_the_suite_away_from_the_checkout(
-    tmp_path: Path, chosen: str
-) -> None:
-    """The package is installed as pip does: its module, and a folder with its metadata."""
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """The example package, installed as pip does: its module, and a folder with its metadata."""
     project = tomllib.loads((EXAMPLES / "copy_service/pyproject.toml").read_text())["project"]
     info = tmp_path / "refitd_folder-0.1.0.dist-info"
     info.mkdir()
@@ -69,12 +68,17 @@ def test_the_copy_service_of_another_package_passes_the_suite_away_from_the_chec
     lines = [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
     (info / "entry_points.txt").write_text("\n".join(lines))
     shutil.copy(EXAMPLES / "copy_service/refitd_folder.py", tmp_path)
-    path = os.pathsep.join([str(tmp_path), str(Path(refitd.__file__).parents[1])])
+    return tmp_path
+
+
+@pytest.mark.parametrize("chosen", ["refusals or capabilities", pytest.param("", marks=pytest.mark.slow)])
+def test_the_copy_service_of_another_package_passes_the_suite_away_from_the_checkout(site: Path, chosen: str) -> None:
+    path = os.pathsep.join([str(site), str(Path(refitd.__file__).parents[1])])
     which = "folder" + (chosen and f" and ({chosen})")
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--pyargs", "refitd.testing.conformance", "-k", which],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "REFITD_FOLDER": str(tmp_path)},
+        cwd=site,
+        env={**os.environ, "PYTHONPATH": path, "REFITD_FOLDER": str(site)},
         capture_output=True,
         text=True,
         timeout=280,
@@ -83,3 +87,25 @@ def test_the_copy_service_of_another_package_passes_the_suite_away_from_the_chec
     passed = re.search(r"(\d+) passed", ran.stdout)
     assert ran.returncode == 0 and passed, ran.stdout
     assert int(passed[1]) > (15 if chosen else 100)
+
+
+@pytest.mark.slow
+def test_three_nodes_swap_over_the_copy_service_of_another_package(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("REFITD_FOLDER", str(site))
+    weights, live = torch.arange(1 << 18, dtype=torch.float32), [torch.zeros(1 << 18) for _ in range(2)]
+    with Cluster(("n0", "n1", "n2"), '[transport]\nservice = "folder"\n') as cluster:
+        trainer, *engines = (cluster.daemons[name].connect() for name in ("n0", "n1", "n2"))
+        source = trainer.register_source("policy", {"w": weights})
+        targets = [
+            engine.register_target("policy", {"w": tensor}, replica=name)
+            for engine, tensor, name in zip(engines, live, "ab", strict=True)
+        ]
+        with Engine(*targets):
+            for version in (1, 2):
+                weights += 1
+                source.publish(version)
+                assert trainer.swap("policy", version, timeout=WAIT_S).outcome == "committed"
+        assert all(torch.equal(tensor, weights) for tensor in live)
+        for client in (trainer, *engines):
+            client.close()
