@@ -56,6 +56,7 @@ READ_EARLY += ("TESTED_MINOR", "TESTED_MAJOR")
 PADDING = "FORKED_PADDING"  # a variable that leaves room for a program's environment, where /proc shows it
 ROOM = 8 << 10  # bytes of arguments that /proc shows, and bytes of environment beside this process's
 LIMITS = range(16)
+FORK_S = 120.0  # for the imports and a fork, on a busy machine
 KEPT = 3  # processes that have imported; each has about 200 MB
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -82,6 +83,7 @@ class Source:
     def fork(self, request: Mapping[str, Any], fds: Sequence[int]) -> int:
         """Fork a program and return its pid; it is a child of this process."""
         data = pickle.dumps(request)
+        self.connection.settimeout(FORK_S)
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # an orphan below this process becomes its child
         try:
             socket.send_fds(self.connection, [struct.pack("I", len(data))], list(fds))
