@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object last; progress goes to stderr")
     parser.add_argument("--quick", action="store_true", help="small and soon over, where a benchmark has such a form")
     parser.add_argument("--record", action="store_true", help="store the figures in benchmarks/results")
-    parser.add_argument("--only", help="the cases of swap whose names match this pattern")
+    parser.add_argument("--only", help="the cases of swap or plan whose names match this pattern")
     parser.add_argument("--gib", type=int, nargs="+", help="models of flip of these sizes only; prints what they need")
     parser.add_argument("--minutes", type=float, help="how long the soak takes")
     parser.add_argument("--seed", type=int, help="of the soak's faults")
@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--{next(iter(extra))} is for {', '.join(LONG)}")
     if options.only is not None:
         extra["only"] = options.only
-        if options.name != "swap":
-            parser.error("--only is for swap")
+        if options.name not in ("swap", "plan"):
+            parser.error("--only is for swap and plan")
     if options.gib is not None:
         extra["gib"] = options.gib
         if options.name != "flip":

@@ -8,8 +8,8 @@ sections: an interleaved qkv is one tensor that is split on dimension 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -18,7 +18,17 @@ from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.names import expert_range
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.offline.files import load_model
-from refitd.offline.layouts import Layout, ModelSpec, Position, TensorSpec, position, stage_layers, world_size
+from refitd.offline.layouts import (
+    Layout,
+    ModelSpec,
+    PlacedManifest,
+    Position,
+    TensorSpec,
+    position,
+    stage_layers,
+    world_size,
+)
+from refitd.offline.rosters import side_rosters
 
 FILES = Path(__file__).parent.parent / "configs" / "layouts" / "models"
 MODELS = {
@@ -27,6 +37,10 @@ MODELS = {
     "deepseek-v3": "deepseek-v3-megatron.toml",
 }
 SIZES = (64, 256, 1024, 4096, 10240)
+# Layouts of DeepSeek-V3 that share few rows between ranks: experts cut over 32 ranks (NeMo-RL's pull request 2808),
+# 64-way expert parallel with 4 replicas, FSDP2 with experts in shards that are not equally large. They run by name.
+HARD = ("deepseek-v3 etp", "deepseek-v3 ep64", "deepseek-v3 fsdp")
+HARD_SIZES = (512, 10240)
 MAX_STAGES = 16
 
 Groups = tuple[tuple[int, ...], ...]
@@ -61,9 +75,19 @@ def case(model: str, ranks: int) -> Case:
 
     Llama: TP8 PP4 DPn -> TP4, m times. Experts: TP4 PPn EP32 -> TP8 EP16 (on 16 ranks), n up to 16.
     """
-    found = load_model(FILES / MODELS[model])
+    found = load_model(FILES / MODELS[model.partition(" ")[0]])
     half = ranks // 2
-    if found.experts:
+    if model == "deepseek-v3 etp":
+        source = Layout(name="train", model=found, pp=16, ep=16, dp=half // 16)
+        engine = Layout(name="serve", model=found, tp=32, etp=32, dp=8)
+    elif model == "deepseek-v3 ep64":
+        source = Layout(name="train", model=found, pp=half // 256, ep=64, dp=256)
+        engine = Layout(name="serve", model=found, tp=8, ep=16, dp=2)
+    elif model == "deepseek-v3 fsdp":
+        source = Layout(name="train", model=found, fsdp=96, ep=32, dp=ranks * 3 // 8)
+        engine = Layout(name="serve", model=found, tp=8, ep=16, dp=2)
+        half = ranks - world_size(source)
+    elif found.experts:
         stages = max(1, min(MAX_STAGES, half // 32))
         source = Layout(name="train", model=found, tp=4, pp=stages, ep=32, dp=half // stages // 4)
         engine = Layout(name="serve", model=found, tp=8, ep=16, dp=2)
@@ -74,6 +98,15 @@ def case(model: str, ranks: int) -> Case:
     if world_size(source) + engines * world_size(engine) != ranks:
         raise ValueError(f"{model} does not fit {ranks} ranks")
     return Case(model, ranks, source, engine, engines)
+
+
+def described(layout: Layout) -> Iterator[list[ParameterMetadata]]:
+    """Yield the tensors of each rank of a layout as tiles, in its own numbering; equal ranks share one list."""
+    held: dict[int, tuple[Sequence[ParameterMetadata], list[ParameterMetadata]]] = {}
+    for roster in side_rosters(PlacedManifest(layout, 0, 0), "source"):
+        if id(roster.source) not in held:
+            held[id(roster.source)] = roster.source, [replace(m, owner_rank=None) for m in roster.source]
+        yield held[id(roster.source)][1]
 
 
 def small_case(layers: int = 2) -> Case:

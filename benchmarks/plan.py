@@ -6,6 +6,7 @@ limit, because peak memory is measured per process.
 
 from __future__ import annotations
 
+import fnmatch
 import gc
 import json
 import resource
@@ -60,14 +61,16 @@ def registrations(case: models.Case) -> Received:
     ranks: list[tuple[int, str, bool, str]] = []
     each = added = 0
     digests: dict[tuple[int, ...], str] = {}
+    in_tiles = case.source.fsdp > 1
     for number, (layout, first) in enumerate(case.worlds()):
+        held = models.described(layout) if in_tiles and number < 2 else iter(())
         pool = f"engine-{number}" if number else "source"
         for index in range(world_size(layout)):
             # all engines send equal descriptions, and so do source ranks at equal positions of different replicas
             at = position(layout, index)
-            same = (1, index) if number else (0, at.pp, at.tp, at.ep, at.etp)
+            same = (1, index) if number else (0, index) if in_tiles else (0, at.pp, at.tp, at.ep, at.etp)
             if same not in digests:
-                shard = shard_of(models.registered(layout, index))
+                shard = shard_of(next(held) if in_tiles else models.registered(layout, index))
                 digest = digests[same] = digest_of(shard)
                 if digest not in described:
                     described[digest] = pack(shard)
@@ -172,8 +175,18 @@ def _planned_again(case: models.Case, received: Received) -> float:
     return time.process_time() - started
 
 
-def run(json_output: bool) -> dict[str, Any]:
-    """Run every case, largest last; write benchmarks/results/plan-*; return the figures."""
+def run(json_output: bool, only: str = "") -> dict[str, Any]:
+    """Run every case, largest last, and return the figures; --record stores them.
+
+    Args:
+        json_output: print no table.
+        only: run the cases whose names match this pattern instead, hard ones included, and store nothing.
+
+    Raises:
+        NotComparable: no case matches `only`.
+    """
+    if only:
+        return _run_only(only)
     found: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
     started = time.perf_counter()
@@ -200,6 +213,26 @@ def run(json_output: bool) -> dict[str, Any]:
     if not json_output:
         _show(report)
     return report
+
+
+def _run_only(only: str) -> dict[str, Any]:
+    names = {
+        f"{model}, {ranks} ranks": (model, ranks)
+        for models_of, sizes in ((models.MODELS, models.SIZES), (models.HARD, models.HARD_SIZES))
+        for model in models_of
+        for ranks in sizes
+    }
+    chosen = fnmatch.filter(names, only)
+    if not chosen:
+        raise machine.NotComparable(f"no case matches {only!r}; there are: {'; '.join(names)}")
+    found = {name: _in_a_process(*names[name]) for name in chosen}
+    for name, result in found.items():
+        if isinstance(result, str):
+            _say(f"  {name}: {result}")
+            continue
+        said = ", ".join(f"{column} {value}" for column, value in zip(COLUMNS, _row(result), strict=True) if value)
+        _say(f"  {name}: {said}")
+    return {"benchmark": "plan", "machine": machine.describe(), "cases": found}
 
 
 def _why_not(found: list[dict[str, Any]], left_out: list[dict[str, Any]], model: str, ranks: int, left_s: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -133,7 +134,7 @@ def test_machine_is_described():
     assert 0 < machine.calibrate() < 60
 
 
-@pytest.mark.parametrize(("model", "ranks"), CASES)
+@pytest.mark.parametrize(("model", "ranks"), [*CASES, *itertools.product(models.HARD, models.HARD_SIZES)])
 def test_cases_have_as_many_ranks_as_they_say(model, ranks):
     case = models.case(model, ranks)
     assert world_size(case.source) + case.engines * world_size(case.engine) == ranks
