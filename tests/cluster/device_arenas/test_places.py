@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 import refitd
+from refitd.client import slot_source
 from refitd.testing import Daemon, Engine, eventually
 from tests.support import fake_cuda, shards
 from tests.support.fake_torch.device_shim import gpu_of, put_on_gpu
@@ -65,6 +68,30 @@ def test_versions_travel_between_main_memory_and_a_gpu(
         assert report.sources[0].mode == ("arena" if source_on == "arena" else "copied")
         assert gpu_of(next(iter(live.values()))) == (-1 if target_on == "cpu" else 0)
         del given, live
+
+
+def test_a_version_on_a_gpu_may_be_swapped_while_it_is_published(
+    daemon: Daemon, gpus: fake_cuda.FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_source, "TOLD_BYTES", 1)
+    full, staging = shards.whole(1), threading.Event()
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(full.items()):
+            assert number != 1 or staging.wait(30)
+            yield item
+
+    with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine, ThreadPoolExecutor() as pool:
+        shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in full.items()}
+        source, live = trainer.declare_source("policy", shapes, device="cuda:0"), allocated(engine, full, "cuda:0")
+        with Engine(engine.register_target("policy", live, replica="r")):
+            publishing = pool.submit(source.publish_from, 1, weights())
+            report = engine.swap(
+                "policy", 1, timeout=60, wait=30, on_progress=lambda told: told.phase == "stage" and staging.set()
+            )
+            publishing.result()
+        assert report.outcome == "committed" and staging.is_set() and shards.equal(live, full)
+        del live
 
 
 def test_sharded_replicas_on_two_gpus_and_in_main_memory_get_every_byte(
