@@ -204,6 +204,6 @@ class Channel(Mailbox):
         """Read and write no message's memory from now on: a run has failed."""
         for posted in self.receiving.values():
             posted.abandon()
-        for wire in self.peers.values():
+        for wire in list(self.peers.values()):
             self.wires.purge(wire, self.id)
         self.sending, self.receiving, self.inline, self.wanted = {}, {}, {}, set()

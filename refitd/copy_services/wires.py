@@ -334,6 +334,10 @@ class Wires:
             wire.into = wire.target = None
         if not wire.is_torn:
             self._want_room(wire)
+        elif wire.sock.fileno() in self._fds:
+            # `leave` closes it: closed now, the peer might name this worker instead of the one that failed
+            self._epoll.modify(wire.sock.fileno(), 0)
+            self._lose(wire, "a message was left unfinished")
 
     def _want_room(self, wire: Wire) -> None:
         wants = bool(wire.out) or wire.is_connecting
@@ -481,6 +485,9 @@ class Wires:
         wire.sock.close()
         if self._by_label.get(wire.label) is wire:
             del self._by_label[wire.label]
+        self._lose(wire, why)
+
+    def _lose(self, wire: Wire, why: str) -> None:
         for channel in self._channels.values():
             for position in [position for position, each in channel.peers.items() if each is wire]:
                 del channel.peers[position]

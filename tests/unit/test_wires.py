@@ -104,6 +104,26 @@ def test_a_message_that_an_ended_epoch_left_is_skipped(fleet: Fleet) -> None:
     assert moved(one, other, b"next", to=1, of=0) == b"next"
 
 
+def test_a_message_that_is_cut_off_ends_the_connection_for_all_epochs(fleet: Fleet) -> None:
+    one, other, _ = fleet.join("e1", (0, 1))
+    kept, there, _ = fleet.join("e2", (0, 1))
+    data = bytes(64 << 20)  # more than the kernel takes
+    other.receive(Pending(memoryview(bytearray(len(data)))), 0, 7)
+    one.send(Pending(memoryview(data)), 1, 7)
+    for _ in range(20):
+        one.wires.step(0.01)
+    one.stop()
+    with pytest.raises(PeerLost, match=f"sending to {LABELS[1]}: a message was left unfinished"):
+        kept.send(Pending(memoryview(b"x")), 1, 7)
+    one.wires.leave(one)
+    for _ in range(200):
+        there.wires.step(0.01)
+    with pytest.raises(PeerLost, match=r"it closed the connection|reset by peer"):
+        there.check()
+    fleet.join("e3", (0, 1))
+    assert fleet.opened()[1] == 2
+
+
 def test_a_message_of_another_size_than_expected_ends_the_connection(fleet: Fleet) -> None:
     one, other, _ = fleet.join("e1", (0, 1))
     one.send(Pending(memoryview(bytes(20 << 10))), 1, 7)
