@@ -178,9 +178,11 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         go_on, may_go_on = os.pipe()
         between = os.fork()
         if not between and not (pid := os.fork()):
-            os.read(go_on, 1)  # until its parent is the process that asked
-            for fd in (told, tell, go_on, may_go_on, connection.detach()):
+            for fd in (told, tell, may_go_on, connection.detach()):
                 os.close(fd)
+            if not os.read(go_on, 1):  # until its parent is the process that asked, or that process has ended
+                os._exit(1)
+            os.close(go_on)
             return request, fds
         if not between:
             os.write(tell, struct.pack("I", pid))
