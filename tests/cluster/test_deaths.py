@@ -79,7 +79,7 @@ def test_a_client_that_dies_while_staging_aborts_the_swap_and_is_named(fleet: Fl
             running.wait_phase("stage")
             process.kill()
             with pytest.raises(
-                refitd.RefitFailed, match=rf"victim rank 0 \(node n0, .+ pid {process.pid}\)"
+                refitd.RefitFailed, match=rf"replica 'victim' rank 0 \(node n0, .+ pid {process.pid}\)"
             ) as failure:
                 running.result()
         assert failure.value.report is not None and failure.value.report.outcome == "aborted"
@@ -95,7 +95,7 @@ def test_an_engine_that_its_supervisor_restarts_in_the_middle_of_a_swap_is_back_
         running.wait_phase("stage")
         process.kill()
         with victim(fleet.daemon, VICTIM_TARGET) as successor:  # registers immediately, under the dead client's name
-            with pytest.raises(refitd.RefitFailed, match=rf"victim rank 0 \(node n0, .+ pid {process.pid}\)"):
+            with pytest.raises(refitd.RefitFailed, match=rf"replica 'victim' rank 0 \(node n0, .+ pid {process.pid}\)"):
                 running.result()
 
             def shown() -> tuple[int | None, list[tuple[int, int | None]]]:
