@@ -5,6 +5,7 @@ Each distinct description is read once, however many ranks share it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as changed
@@ -64,16 +65,25 @@ class Described:
     shard: Shard
     bytes: int
     wants: frozenset[tuple[str, str]] = frozenset()  # (canonical tensor, rounding) of all that arrives in MXFP8
+    list_digest: str = ""  # other descriptions may share its list of tensors
+    listed: int = 0  # roughly the values in that list
+
+    @property
+    def own(self) -> int:
+        """Roughly the values beside the list of tensors."""
+        return sum(map(len, self.shard.groups)) + sum(1 + len(tensor.tensors) for tensor in self.shard.kept)
 
 
 @dataclass(frozen=True, eq=False)
 class Listed:
     """A list of tensors, and what was derived from it once for all shards that hold it and differ in their groups."""
 
+    digest: str
     tensors: tuple[WireTensor, ...]
     names: Names
     bytes: int
     wants: frozenset[tuple[str, str]]  # (canonical tensor, rounding) of all that arrives in MXFP8
+    parts: int  # roughly the values in it, as a measure of its memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +106,7 @@ def read_shard(shard: Shard, listed: Listed | None = None) -> ShardRead:
         ProtocolError, RefusedError: a dtype is unknown, a group index is out of range, a name is invalid or occurs
             twice, or the tensors are too large.
     """
-    listed = listed or list_tensors(shard.tensors)
+    listed = listed or list_tensors(xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(shard.tensors)), shard.tensors)
     few = replace(shard, tensors=tuple(shard.tensors[i] for i in listed.names.first))
     described = metadata_of(few, 0)
     try:
@@ -113,7 +123,7 @@ _KIND = attrgetter(
 )  # fmt: skip
 
 
-def list_tensors(tensors: tuple[WireTensor, ...]) -> Listed:
+def list_tensors(digest: str, tensors: tuple[WireTensor, ...]) -> Listed:
     """Check a list of tensors, and number the kinds in it.
 
     Raises:
@@ -142,7 +152,8 @@ def list_tensors(tensors: tuple[WireTensor, ...]) -> Listed:
         first=tuple(first),
     )
     nbytes = sum(prod(t.shape) * ELEMENT_SIZES.get(t.dtype, 0) for t in tensors)
-    return Listed(tensors, names, nbytes, wanted_parts(Shard(tensors)))
+    parts = len(tensors) + sum(len(t.tiles or ()) + len(t.aliases) for t in tensors)
+    return Listed(digest, tensors, names, nbytes, wanted_parts(Shard(tensors)), parts)
 
 
 class ShardReader:
@@ -266,7 +277,7 @@ class UnknownShard(RefusedError):
     code = "unknown-shard"
 
 
-Lists = WeakValueDictionary[bytes, Listed]
+Lists = WeakValueDictionary[str, Listed]
 _NO_TENSORS = msgspec.Raw(msgspec.msgpack.encode(()))
 
 
@@ -284,10 +295,10 @@ def unpack_shard(packed: bytes, digest: str, lists: Lists) -> ShardRead:
     """
     fields = fields_of(inflated(packed, Shard.__name__, digest), Shard)
     tensors = fields.get("tensors", _NO_TENSORS)
-    key = xxhash.xxh3_128_digest(tensors)
+    key = xxhash.xxh3_128_hexdigest(tensors)
     listed = lists.get(key)
     if listed is None:
-        listed = list_tensors(decoded(tensors, tuple[WireTensor, ...], Shard.__name__))
+        listed = list_tensors(key, decoded(tensors, tuple[WireTensor, ...], Shard.__name__))
         lists[key] = listed
     few = msgspec.msgpack.encode(fields | {"tensors": _NO_TENSORS} if "tensors" in fields else fields)
     shard: Shard = replace(decoded(few, Shard, Shard.__name__), tensors=listed.tensors)
@@ -307,27 +318,52 @@ class Descriptions:
         self.reader = ShardReader()
         self.lists: Lists = Lists()
         self._known: dict[str, Described] = {}
+        self._sharing: Counter[str] = Counter()  # the number of descriptions with each list of tensors
+        self._unused = 0, 0  # at most so many unused descriptions, and values in them
 
     def take(self, digest: str, read: ShardRead, used: Callable[[], Container[str]]) -> None:
         """Store a description, and forget the oldest unused ones beyond the limits.
 
         The coordinator asks a daemon that refers to a forgotten one to send it again. `used` returns the digests in
-        use.
+        use; it is called only when the limits may be exceeded.
         """
-        few = len(self._known) <= MAX_UNUSED_SHARDS
-        if not few or sum(parts_of(known.shard) for known in self._known.values()) > MAX_UNUSED_PARTS:
-            self._forget(used())
-        self._known[digest] = Described(read.shard, read.listed.bytes, read.listed.wants)
+        self._pop(digest)
+        shards, parts = self._unused
+        if shards > MAX_UNUSED_SHARDS or parts > MAX_UNUSED_PARTS:
+            shards, parts = self._forget(used())
+        listed = read.listed
+        found = Described(read.shard, listed.bytes, listed.wants, listed.digest, listed.parts)
+        self._known[digest] = found
+        self._sharing[found.list_digest] += 1
+        self._unused = shards + 1, parts + self._alone(found)
         self.reader.learn(digest, read)
 
-    def _forget(self, used: Container[str]) -> None:
+    def _forget(self, used: Container[str]) -> tuple[int, int]:
+        """Forget unused descriptions beyond the limits; return the number of the others, and of the values in them."""
         unused = [d for d in self._known if d not in used]
-        parts = sum(parts_of(self._known[d].shard) for d in unused)
+        lists = {known.list_digest: known.listed for known in map(self._known.__getitem__, unused)}
+        parts = sum(lists.values()) + sum(self._known[d].own for d in unused)
         for count, old in zip(range(len(unused), 0, -1), unused, strict=True):
             if count <= MAX_UNUSED_SHARDS and parts <= MAX_UNUSED_PARTS:
                 break
-            parts -= parts_of(self._known.pop(old).shard)
+            parts -= self._pop(old)
         self.reader.keep(self._known.keys())
+        return sum(d in self._known for d in unused), parts
+
+    def _pop(self, digest: str) -> int:
+        """Forget a description if it is known; return how many values less there are."""
+        found = self._known.pop(digest, None)
+        if found is None:
+            return 0
+        alone = self._alone(found)
+        self._sharing[found.list_digest] -= 1
+        if not self._sharing[found.list_digest]:
+            del self._sharing[found.list_digest]
+        return alone
+
+    def _alone(self, known: Described) -> int:
+        """Return roughly how many values only this description holds."""
+        return known.own + (known.listed if self._sharing[known.list_digest] == 1 else 0)
 
     def of(self, added: AddShard) -> Described:
         """Return a rank's description.
@@ -355,13 +391,6 @@ def check_shard(shard: Shard) -> None:
             raise ProtocolError(f"{tensor.name}: a shard of more than {MAX_BYTES} bytes, shape {tensor.shape}")
     if (kept := sum(tensor.nbytes for tensor in shard.kept)) > MAX_BYTES:
         raise ProtocolError(f"{shard.kept[0].name}: {kept} bytes are kept, at most {MAX_BYTES} are believed")
-
-
-def parts_of(shard: Shard) -> int:
-    """Return roughly how many values a description holds, as a measure of its memory."""
-    tiles = sum(len(tensor.tiles or ()) + len(tensor.aliases) for tensor in shard.tensors)
-    kept = sum(1 + len(tensor.tensors) for tensor in shard.kept)
-    return len(shard.tensors) + tiles + sum(len(group) for group in shard.groups) + kept
 
 
 def canonical_names(tensor: WireTensor) -> set[str]:
