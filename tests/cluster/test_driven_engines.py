@@ -144,13 +144,18 @@ def test_weights_that_an_engine_registers_move_into_an_arena_or_stay_with_the_re
     a = Loaded(torch.zeros(5, 3), requires_grad=False)
     weights: dict[str, torch.Tensor] = {"layers.0.a": a, "layers.0.b": torch.zeros(4)}
     with daemon.connect("engine") as engine:
+
+        def adopted(weights: dict[str, torch.Tensor]) -> str:
+            learned = engines.Learned(torch.nn.Module(), refitd.LoaderTrace({}, {}, (), ()), weights, [], [])
+            return engines.adopt(engine, learned, 5.0)
+
         view = a[1:]
-        assert "layers.0.a: tensors outside this module (1: a view" in engines.adopt(engine, weights, 5.0)
+        assert "layers.0.a: tensors outside this module (1: a view" in adopted(weights)
         del view
         elsewhere = {**weights, "c": torch.zeros(3, device="meta")}  # as on a GPU
-        assert "not all of them lie in main memory" in engines.adopt(engine, elsewhere, 5.0)
-        assert not engines.adopt(engine, weights, 5.0)
-        assert not engines.adopt(engine, weights, 5.0)  # a second time, when the first registration was refused
+        assert "not all of them lie in main memory" in adopted(elsewhere)
+        assert not adopted(weights)
+        assert not adopted(weights)  # a second time, when the first registration was refused
         assert weights["layers.0.a"] is a and type(a) is Loaded
         target = engine.register_target(
             policy(), {name[-1]: tensor.data for name, tensor in weights.items()}, replica="a"
