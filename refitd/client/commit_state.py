@@ -208,10 +208,13 @@ class CommitState:
     def give_up(self, failure: local.Failure) -> None:
         """Stop serving; later polls raise `failure`."""
         with self.lock:
-            if not isinstance(self.error, Orphaned):  # an orphan's daemon may end too
-                self.error = from_code(failure.code, failure.message)
+            self._ended_by(failure)
             is_orphaned = failure.code == Orphaned.code  # a running commit finishes, and no new one begins
             self.step(rank_state.Orphaned(failure) if is_orphaned else rank_state.DaemonLost(failure, must_stop=True))
+
+    def _ended_by(self, failure: local.Failure) -> None:
+        if not isinstance(self.error, Orphaned):  # an orphan's daemon may end too
+            self.error = from_code(failure.code, failure.message)
 
     def close(self) -> None:
         """Stop committing and serving."""
@@ -263,8 +266,8 @@ class CommitState:
                     pass  # this process has closed the session itself
                 case local.Failure() if self.connection.is_awaited and rank.ended is None:
                     self.step(rank_state.DaemonEnded(message, self._may_be_written()))
-                case local.Failure(code, text):
-                    self.error = from_code(code, text)
+                case local.Failure():
+                    self._ended_by(message)
                     self.step(rank_state.DaemonLost(message))
             self.changed.notify_all()
 

@@ -148,7 +148,7 @@ def test_a_pulled_cable_aborts_in_time_and_the_swap_works_once_it_is_back(
     with pytest.raises(refitd.RefitFailed) as failed:
         swap.result(30)
     said = str(failed.value)
-    assert "node b" in said or "far rank 0" in said
+    assert "node b" in said or "replica 'far' rank 0" in said
     assert failed.value.report is not None and failed.value.report.phase == "stage"
     assert found.holds(1)
     hosts.cable(up=True)

@@ -208,7 +208,7 @@ def test_a_node_that_dies_while_staging_aborts_and_its_successor_takes_over(
         two.n1.kill()
         with pytest.raises(refitd.RefitFailed) as failed:
             swap.result()
-    assert "n1" in str(failed.value) or "far rank 0" in str(failed.value)
+    assert "n1" in str(failed.value) or "replica 'far' rank 0" in str(failed.value)
     again = start_daemon(DEADLINES, name="n1", joins=two.n0.endpoint)
     two.engine.close()
     with again.connect("engine") as engine:
@@ -266,7 +266,7 @@ def test_a_peer_that_dies_after_the_decision_is_named_and_the_others_serve_the_n
                 swap.result()
         report = failed.value.report
         assert report is not None and (report.outcome, report.phase) == ("incomplete", "commit")
-        assert "far rank 0" in failed.value.causes and "far rank 0" in str(failed.value)
+        assert "replica 'far' rank 0" in failed.value.causes and "replica 'far' rank 0" in str(failed.value)
         by_name = {member.replica: member for member in report.members}
         assert by_name["near"].state == "committed" and by_name["far"].state != "committed"
         assert target.version == 1 and torch.equal(near["w"], full["w"])

@@ -296,11 +296,11 @@ def test_an_engine_that_hangs_can_be_evicted_and_must_register_again(start_daemo
             eventually(is_blocked, "the model is blocked by it", 60)
             evict = ("evict", "policy", "--replica", "hung", "--rank")
             unknown = refitctl(daemon, *evict, "7")
-            assert unknown.returncode == 1 and "hung rank 0" in unknown.stderr
+            assert unknown.returncode == 1 and "replica 'hung' rank 0" in unknown.stderr
             ran = refitctl(daemon, *evict, "0")
             assert (
                 ran.returncode == 0
-                and f"evicted hung rank 0 (node n0, host {os.uname().nodename}, pid {hung.pid})" in ran.stdout
+                and f"evicted replica 'hung' rank 0 (node n0, host {os.uname().nodename}, pid {hung.pid})" in ran.stdout
             )
             here.publish()
             here.swap()

@@ -28,7 +28,7 @@ def test_a_target_that_does_not_fit_refuses_the_swap_by_name(fleet: Fleet, name:
         with Engine(*fleet.targets), pytest.raises(refitd.RefitFailed, match=name) as failure:
             fleet.trainer.swap(policy(), 2, timeout=60)
         assert failure.value.report is not None and failure.value.report.phase == "plan"
-        assert "bad rank 0" in str(failure.value)
+        assert "replica 'bad' rank 0" in str(failure.value)
         with pytest.raises(refitd.PlanError, match=name):
             fleet.trainer.plan(policy())
         assert fleet.serves_first()

@@ -229,7 +229,7 @@ def test_a_trainer_that_frees_what_it_has_registered_is_refused_and_goes_on(daem
 
 
 def test_a_copy_that_fails_gives_its_slot_back(daemon: Daemon) -> None:
-    def fail(tensors: object, arena: object) -> None:
+    def fail(*_: object) -> None:
         raise MemoryError("no")
 
     with daemon.connect() as trainer:

@@ -212,7 +212,7 @@ def test_a_seed_that_dies_is_replaced_by_another(nodes: Callable[..., Nodes], fo
                 engine.kill()
                 eventually(lambda: looks.history(policy(), 1).swaps[0].state == "aborted", "it was the seed")
             caught_up(looks, joins, late, seeds={"other"})
-            assert "dies rank 0" in looks.history(policy(), 2).swaps[1].reason
+            assert "replica 'dies' rank 0" in looks.history(policy(), 2).swaps[1].reason
 
 
 @pytest.mark.slow
