@@ -26,7 +26,7 @@ _LIBC = ctypes.CDLL(None)  # loaded here: the child may not load anything betwee
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 TICK_S = 1.0
-END_S = 10.0
+END_S = 30.0
 TAIL_BYTES = 3000
 
 

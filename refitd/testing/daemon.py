@@ -243,11 +243,12 @@ class Daemon(Service):
     def node_of(self, name: str) -> NodeStatus:
         """Return the status of a node of its cluster, once all workers of that node are running."""
 
-        def found() -> NodeStatus:
-            return next(node for node in self.status().nodes if node.node == name)
+        def found() -> list[NodeStatus]:
+            return [node for node in self.status().nodes if node.node == name and all(node.workers)]
 
-        eventually(lambda: all(found().workers), f"the workers of {name} are there")
-        return found()
+        eventually(lambda: bool(found()), f"the workers of {name} are there")
+        (node,) = found()
+        return node
 
     def workers(self) -> list[int]:
         """Return the pids of its workers, from /proc."""

@@ -78,6 +78,11 @@ class Runner:
             self.cluster.copy_journal()  # so the copy is older than the live version
             self._next_swap(Result(Case("idle", "", "", frozenset())))
         self._baseline = self.cluster.held()
+        daemons = self.cluster.daemons
+        for node, daemon in daemons.items():
+            # a worker has the daemon's socket, a listening one, and a connection that stays to each peer
+            sockets = len(daemon.workers()) * (2 + len(daemons) - 1)
+            self._baseline[f"socket descriptors of {node}'s workers"] = sockets
 
     # --- listening ----------------------------------------------------------------------------------------
 
