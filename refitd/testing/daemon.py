@@ -242,13 +242,14 @@ class Daemon(Service):
 
     def node_of(self, name: str) -> NodeStatus:
         """Return the status of a node of its cluster, once all workers of that node are running."""
+        found: list[NodeStatus] = []
 
-        def found() -> list[NodeStatus]:
-            return [node for node in self.status().nodes if node.node == name and all(node.workers)]
+        def is_there() -> bool:
+            found[:] = [node for node in self.status().nodes if node.node == name and all(node.workers)]
+            return bool(found)
 
-        eventually(lambda: bool(found()), f"the workers of {name} are there")
-        (node,) = found()
-        return node
+        eventually(is_there, f"the workers of {name} are there")
+        return found[0]
 
     def workers(self) -> list[int]:
         """Return the pids of its workers, from /proc."""
