@@ -228,7 +228,8 @@ class Publishing:
         self._swaps.stop_reading(effects, member, version, "the coordinator refused it")
         source.leases.pop(version, None)
         for slot in source.slots:
-            slot.version = None if slot.version == version else slot.version
+            if slot.version == version:
+                slot.version, slot.written = None, Written()
         self._grant(effects, member)
 
     def _end_lease(self, effects: Effects, member: LocalMember, version: int) -> None:
