@@ -2,7 +2,7 @@
 
 The coordinator's state, planner and encoding run in this process. Simulated daemons with 8 ranks each answer without
 faults, and every message in both directions is encoded and decoded. Sockets and the journal's disk are not included.
-Half of the nodes train one model, each rank with tensors of its own. On the other half every rank needs the tensors of
+Half of the nodes train one model, each rank with other tensors. On the other half every rank needs the tensors of
 two trainers, which are on two nodes.
 """
 

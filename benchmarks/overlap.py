@@ -1,7 +1,7 @@
 """Measure the time from the begin of a publication to the committed swap, with and without overlap of both.
 
-The model swaps automatically. Without overlap the client tells nothing while it publishes. Ways take turns within each
-round; ratios are computed per round.
+The model swaps automatically. Without overlap the client reports no bytes while it publishes. Ways take turns within
+each round; ratios are computed per round.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ IN_FLIGHT = 40
 
 
 def run() -> dict[str, Any]:
-    """Return what the engine answered before and after a version, and what vLLM's reload makes of it."""
+    """Return the engine's answers before and after a version, and after vLLM's reload."""
     import refitd
 
     work = Path(tempfile.mkdtemp(prefix="rfdc"))

@@ -62,7 +62,7 @@ MAMBA2 = {
     "intermediate_size": 256,
 }
 
-# model_type -> (family, what differs from COMMON)
+# model_type -> (family, differences from COMMON)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("dense", {}),
     "qwen2": ("tied", {"tie_word_embeddings": True}),

@@ -43,7 +43,7 @@ class Hook:
 
     Attributes:
         name: the module's name.
-        module: the module. Its tensors, and those of the plain objects that it holds, may be derived.
+        module: the module. Its tensors, and tensors of plain objects in it, may be derived.
         run: runs the code.
     """
 
@@ -163,7 +163,7 @@ class _Watched(TorchDispatchMode):
 
 
 def derived_after_loading(hook: Hook, weights: Tensors) -> Recomputed | None:
-    """Run a module's code again, and return what it derives from weights; None if it derives no memory of its own.
+    """Run a module's code again, and return what it derives from weights; None if it derives no new memory.
 
     Its result must be what the engine has, twice, and must follow changed weights. The engine is unchanged afterwards.
 
@@ -335,7 +335,7 @@ def check_computed(
         computed: names of the weights that it computes.
         params: the engine's tensors by name; they have their values again afterwards.
         weights: the tensors that these are computed from.
-        is_checkpoint: they are those that the engine was started with.
+        is_checkpoint: the engine was started with them.
 
     Raises:
         RefusedError: some values differ; the error names the tensor.

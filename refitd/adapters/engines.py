@@ -52,7 +52,7 @@ def adopt(client: refitd.Client, learned: Learned, timeout: float) -> str:
     """
     if not all(tensor.is_cpu for tensor in learned.weights.values()):
         return "not all of them lie in main memory (captured graphs of GPUs keep addresses)"
-    gc.collect()  # what the trace leaves in reference cycles would count as holders of the memory
+    gc.collect()  # reference cycles of the trace would count as holders of the memory
     module = torch.nn.Module()
     for name, tensor in learned.weights.items():  # not register_parameter, which takes no names with dots
         if isinstance(tensor, torch.nn.Parameter):
@@ -79,7 +79,7 @@ class Learned:
         weights: the tensors that versions are written into by the name that they are registered under: weights of the
             engine, and landings.
         metadata: their descriptions.
-        recomputed: what the engine's own code recomputes from these in each commit.
+        recomputed: the tensors that the engine's own code recomputes in each commit.
     """
 
     model: torch.nn.Module
@@ -129,7 +129,7 @@ class Learner:
         self._is_checked = False
 
     def learn(self, offered: Shapes, rank: int) -> Learned:
-        """Return the layout, the engine's weights by name, and what is recomputed from them.
+        """Return the layout, the engine's weights by name, and the recomputed tensors.
 
         Args:
             offered: {canonical name: (shape, dtype)} of the trainer's tensors.

@@ -1,4 +1,4 @@
-"""Convert tensors from the names of transformers' modules to those of their checkpoints, by transformers' own rules.
+"""Convert the names of transformers' modules to names in their checkpoints, by transformers' own rules.
 
     in memory  model.layers.0.mlp.experts.gate_up_proj          [experts, 2 * intermediate, hidden]
     on disk    model.layers.0.mlp.experts.0.gate_proj.weight    [intermediate, hidden], and so on for each expert

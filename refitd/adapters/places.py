@@ -70,7 +70,7 @@ def views_of(model: torch.nn.Module, weights: Tensors) -> dict[str, torch.Tensor
 
 
 def without_views(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Return the tensors except those that are parts, or other strides, of another one's memory."""
+    """Return the tensors without parts, or other strides, of another tensor's memory."""
     largest: dict[str, torch.Tensor] = {}
     ends, order = 0, sorted((n for n, t in tensors.items() if has_memory(t)), key=lambda n: _extent(tensors[n]))
     for name in order:

@@ -4,7 +4,7 @@ A path depends on the memories at its ends and the node's abilities. `copy_servi
 Reports show their names. Paths between nodes have the names of services.
 
 Both ends of a transfer compute the same lists from the plan's crossing rows, because `cut` and `lanes_of` depend only
-on the sizes and the order of the rows. Rows between GPUs have a lane of their own, in which each GPU has a position.
+on the sizes and the order of the rows. Rows between GPUs have a separate lane, where each GPU has a position.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def node_transfers(
         table: rows whose source and destination are on different nodes, in the plan's order.
         node_of: rank -> position of its node.
         lanes: number of lanes in the epoch, without the one of the GPUs, which is lane number `lanes`.
-        gpu_of: rank -> position of its GPU in the epoch; ranks in main memory are left out.
+        gpu_of: rank -> position of its GPU in the epoch; ranks in main memory have none.
     """
     table, part, origin = cut(table)
     ends = table.src_rank.tolist(), table.dst_rank.tolist()

@@ -1,7 +1,7 @@
 """The CUDA driver as GPU arenas use it: functions, contexts, streams, events, pinned memory, copy engines.
 
 The driver is called directly (libcuda; the layout of its functions and structures has not changed since CUDA 11). The
-owner of arenas therefore needs neither torch nor a binding of one CUDA major version. Constants are those of cuda.h.
+owner of arenas therefore needs neither torch nor a binding of one CUDA major version. Constants come from cuda.h.
 
 A copy engine reads and writes only memory that cannot be moved. An arena in main memory is pinned where it is (`Pin`).
 Where the driver refuses that, bytes pass through a window: memory that the driver allocates (`Window`).
@@ -401,7 +401,7 @@ class Gpu:
         self.driver.call("cuMemcpy2DAsync_v2", ctypes.byref(copy), stream)
 
     def close(self, streams: Iterable[int] = (), events: Iterable[int] = ()) -> None:
-        """Destroy streams and events, whose work has ended, and release the context."""
+        """Destroy streams and events after their work has ended, and release the context."""
         with self.context.current():
             for stream in streams:
                 self.driver.call("cuStreamDestroy_v2", stream)
@@ -413,7 +413,7 @@ class Gpu:
 class Pin:
     """An arena's memory, mapped a second time and pinned for all GPUs of this process.
 
-    An exchange of arenas moves their first mappings, whose pins would then be of the wrong memory. The second mapping
+    An exchange of arenas moves their first mappings: pins of these would then hold the wrong memory. The second mapping
     stays, and an exchange also exchanges the pins.
     """
 

@@ -1,4 +1,4 @@
-"""The processes that a client depends on: its daemon, and those that must live for this one to serve.
+"""The processes that a client depends on: its daemon, and its lifeline.
 
 The user who owns the daemon is checked before anything is sent to it. Pidfds watch the other processes.
 """

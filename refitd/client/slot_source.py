@@ -188,7 +188,7 @@ TOLD_PART = 64
 
 
 class Progress:
-    """Tells the daemon which bytes of a slot are written, so that a swap may copy them before the rest is."""
+    """Tells the daemon which bytes of a slot are written: a swap may copy them before the rest."""
 
     def __init__(self, connection: Connection, version: int, filling: Filling, settle: Callable[[], object]) -> None:
         """`settle` waits until the GPUs' queued copies into the slot have ended."""

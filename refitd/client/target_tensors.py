@@ -413,7 +413,7 @@ class LiveChecks:
 
     def _check_same(self, began: int) -> None:
         if self.suspended:
-            raise CommitError("its engine is suspended, and its tensors are put away")
+            raise CommitError("its engine is suspended, and its tensors are unmapped")
         if self._commits != began:
             raise _Overtaken
 

@@ -111,7 +111,7 @@ ROUNDS = 5  # 3.1 s in all
 
 
 class Rank(Protocol):
-    """A target rank: what the coordinator knows of it."""
+    """A target rank, as the coordinator knows it."""
 
     added: AddShard
     version: int | None  # served

@@ -66,7 +66,7 @@ class Described:
     bytes: int
     wants: frozenset[tuple[str, str]] = frozenset()  # (canonical tensor, rounding) of all that arrives in MXFP8
     list_digest: str = ""  # other descriptions may share its list of tensors
-    listed: int = 0  # roughly the values in that list
+    listed: int = 0  # roughly its values
 
     @property
     def own(self) -> int:

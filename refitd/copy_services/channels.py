@@ -41,7 +41,7 @@ class Pending:
     is_abandoned: bool = False
 
     def abandon(self) -> None:
-        """Write nothing to `data` from now on."""
+        """From now on `data` is not written."""
         self.is_abandoned = True
 
 

@@ -121,7 +121,7 @@ class Authenticator:
 
 
 def session(key: bytes, epoch: str) -> Authenticator:
-    """Return the authenticator for what an epoch's connections carry: relays pass MACs on, so all workers have one."""
+    """Return the authenticator of an epoch's connections: relays pass MACs on, so all workers have one."""
     return Authenticator(Authenticator(key).derive(b"session", epoch.encode()))
 
 

@@ -193,7 +193,7 @@ class _SharedMemoryJob(PreparedJob):
         return True
 
     def _as_written(self, arriving: Arriving) -> Iterator[_Chunk]:
-        """Yield the chunks in the order in which their sources are written."""
+        """Yield the chunks in the order of the writes to their sources."""
         left = self._chunks
         while left:
             copies = {chunk.copy for chunk in left}

@@ -121,7 +121,7 @@ def join(epoch: Epoch) -> TcpService:
 
 
 def formed(wires: Wires, epoch: Epoch, addresses: list[str], deadline: Deadline) -> Channel:
-    """Return the channel of an epoch, whose position i listens at addresses[i]; raises as Wires.join does."""
+    """Return the channel of an epoch, with position i listening at addresses[i]; raises as Wires.join does."""
     channel = Channel(wires, epoch.id, epoch.index, epoch.labels, epoch.key)
     wires.join(channel, addresses, max(0.001, deadline.at - time.monotonic()))
     return channel

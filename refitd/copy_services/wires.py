@@ -17,8 +17,8 @@ growing pause. Everything else travels in frames of a proven channel:
     wanted    the receiver has posted the receive of a longer message
     body      such a message; the sender waits for `wanted`, so it goes straight to its destination
 
-So no message waits behind another one that has no receive yet. Frames of other channels are skipped: they are the rest
-of an epoch that has ended. One thread calls all methods; nothing moves between the calls.
+A message therefore never waits behind one without a receive. Frames of other channels are skipped: they are the rest
+of an epoch that has ended. One thread calls all methods; no bytes move between the calls.
 """
 
 from __future__ import annotations

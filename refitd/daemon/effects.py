@@ -141,7 +141,7 @@ class Effects(list[Instruction]):
         self.moved[member.id] = member
 
 
-# Ranges in one message to a worker, whose datagrams are limited.
+# Ranges in one message to a worker: datagrams have a size limit.
 MAX_SPANS = 2048
 
 

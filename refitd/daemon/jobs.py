@@ -308,7 +308,7 @@ def gpu_seats(epoch: cluster.EpochPlan) -> dict[tuple[int, str], int]:
 
 # services whose GPUs form a group, in which every GPU knows all others; others know only their partners
 GROUPED = frozenset({"nccl", "nvshmem"})
-Seat = tuple[int, int]  # lane, and position in it; the lane after the last one is that of the GPUs
+Seat = tuple[int, int]  # lane, and position in it; the lane after the last one belongs to the GPUs
 
 
 @dataclass(slots=True)

@@ -130,7 +130,7 @@ class Publishing:
         self._grant(effects, member)
 
     def withdraw_leases(self, effects: Effects, member: LocalMember) -> None:
-        """Drop the versions in the memory of a client that has left, and those that it was writing."""
+        """Drop the versions in the memory of a client that has left, and the versions that it was writing."""
         source = member.source
         writing = [slot.writing for slot in source.slots if slot.writing is not None] if source is not None else []
         for version in [*source.leases, *writing] if source is not None else ():

@@ -52,7 +52,7 @@ class _Process:
 
 @dataclass(frozen=True, slots=True)
 class Kit:
-    """What a worker starts with: variables for its libraries, and the CPUs that it may use, if not all.
+    """A worker's settings: variables for its libraries, and the CPUs that it may use, if not all.
 
     Workers of other nodes connect to `door`. The daemon keeps it, so a worker's successor listens there, too.
     """
@@ -304,13 +304,13 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """The place of a device: the PCI addresses from its root to it, () if unknown, and its NUMA node, None likewise."""
+    """A device: the PCI addresses from its root to it (() if unknown) and its NUMA node (None if unknown)."""
 
     path: tuple[str, ...] = ()
     numa: int | None = None
 
     def steps_with(self, other: Spot) -> int:
-        """Return how many steps of the two paths are the same, from the root on."""
+        """Return how many steps the two paths share, from the root on."""
         pairs = zip(self.path, other.path, strict=False)
         return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.path), len(other.path)))
 
@@ -430,7 +430,7 @@ def _closest(spot: Spot, there: Sequence[Card], uses: Mapping[str, int]) -> Card
 
 
 def variables(lane: LaneStatus, chosen: Mapping[str, str], environ: Mapping[str, str], sysfs: Path) -> dict[str, str]:
-    """Return the variables by which the libraries of a worker use its card; those in `environ` are left alone.
+    """Return the variables that tell a worker's libraries its card; variables in `environ` are left alone.
 
     An interface without RDMA is named to them only if the configuration chose it: it may have no address, and the
     libraries choose among those that have one. Gloo listens on node.address and reads no variable.
@@ -449,7 +449,7 @@ def variables(lane: LaneStatus, chosen: Mapping[str, str], environ: Mapping[str,
 
 
 def cpus_of(lane: LaneStatus, sysfs: Path) -> set[int]:
-    """Return the CPUs for the worker of a GPU: those of the GPU's NUMA node that this process may use; () for any.
+    """Return the CPUs of a GPU's NUMA node that this process may use, for the GPU's worker; () for any.
 
     Workers of main memory copy between all NUMA nodes, and are not bound.
     """

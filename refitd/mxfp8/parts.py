@@ -9,13 +9,13 @@
 The names contain the rounding of MXFP8's scales, or "tiles", so a plan never matches ends that convert differently.
 
 Workers convert a block when they read it, so half the bytes cross between nodes. In such a plan a block is one element:
-no copy cuts it, and every result equals that of converting the whole tensor.
+no copy cuts it, and every result equals the conversion of the whole tensor.
 
     w, at a source                [256, 512] bfloat16    [256, 16] of 64 bytes
     w|fp8.rceil.data, wanted      [256, 512] bytes       [256, 16] of 32 bytes
     w|fp8.rceil.scale, wanted     [256, 16]  bytes       [256, 16] of 1 byte
 
-For FP8 a block is a tile of 128 x 128, whose rows are apart in memory (`refitd.addressing.places`).
+For FP8 a block is a tile of 128 x 128 with rows that are apart in memory (`refitd.addressing.places`).
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ class _Reader:
                 self._roundings.setdefault(part.tensor, set()).add(part.rounding)
 
     def sources(self, roster: Roster) -> Sequence[ParameterMetadata]:
-        """Return a rank's source descriptions, and those of the parts that it can make."""
+        """Return a rank's source descriptions, and descriptions of the parts that it can make."""
         metas = roster.source
         if id(metas) not in self._done:
             added = [part for meta in metas for part in self._offered(meta, roster.rank)]

@@ -198,7 +198,7 @@ def _said(rosters: Iterable[Roster]) -> Said:
             if id(metas) in read:
                 continue
             read[id(metas)] = metas
-            for m in kinds_of(metas):  # these say nothing where they are alike
+            for m in kinds_of(metas):  # of equal ones, no difference is reported
                 group = m.tensor_parallel_group_ranks
                 if m.tiles is None and (m.is_tp or group is not None or m.partition_sizes is not None):
                     said.see(canonical_name(m), m, len(group or ()))

@@ -1,10 +1,10 @@
-"""Plan tensors that are alike at both ends as one: the same ranks hold equal parts of them, on both sides.
+"""Plan equal tensors as one: the same ranks hold equal parts of them, on both sides.
 
     61 layers x 16 experts of one rank, each cut over 32 ranks of an engine:  976 tensors, 1 family, 32 pieces
 
-A tensor of a family has a local tensor of its own on each rank, with no padding, and is tied to none. The planner sees
+A tensor of a family has an exclusive local tensor on each rank, without padding, and is not tied. The planner sees
 the first tensor, and counts the bytes of all (`Families.count`). Rows for each tensor are made where a plan is sent or
-listed. A family that several source ranks hold is divided, so that they share its bytes evenly.
+listed. A family that several source ranks hold is divided: they share its bytes evenly.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def whole(layouts: Layouts) -> Layouts:
 
 
 def unlike(few: Layouts, layouts: Layouts) -> list[str]:
-    """Prove that layouts with families stand for the layouts of all tensors, or say that they do not.
+    """Prove that layouts with families mean the layouts of all tensors, or say that they do not.
 
     Then a plan of the families is right for all tensors: the members of a row are at equal places of tensors that are
     held and wanted alike, each of which is named once.

@@ -114,7 +114,7 @@ class Layouts:
     destination: Side
     geometries: Geometries
     tied: Ints  # [tensors] the first tensor that each is tied to; itself if it is not tied
-    families: Families | None = None  # what tensors and local tensors stand for, if they are several (families.py)
+    families: Families | None = None  # the members of tensors and local tensors, if they have several (families.py)
 
     def padded(self, side: Side) -> Ints:
         """Return one row of a side's entry columns for each local tensor that has padding."""

@@ -51,7 +51,7 @@ class WantedPieces:
     tensor: Ints
     local: Ints
     element_size: Ints
-    weight: Ints  # number of tensors that the tensor stands for
+    weight: Ints  # number of members of the tensor's family
     cast: Ints
     origin: Ints  # [pieces, D] canonical
     size: Ints  # [pieces, D]

@@ -176,7 +176,7 @@ class _Reader:
             metas = getattr(roster, side)
             number = shared.get(id(metas))
             if number is None:
-                # what sources round is looked up by name
+                # rounding sources are looked up by name
                 if isinstance(metas, Alike) and not (self.offered and side == "destination"):
                     rows, names_no_rank = self._alike(roster, side, metas), True
                 else:

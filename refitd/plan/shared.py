@@ -249,7 +249,7 @@ class SharedPlan:
 
     @property
     def row_bytes(self) -> Ints:
-        """The bytes that each row writes, in all tensors that its tensor stands for."""
+        """The bytes that each row writes, in all members of its tensor's family."""
         rows = self.rows
         each: Ints = np.prod(rows.size, axis=1, dtype=np.int64) * rows.element_size
         return each * weights_of(self.families, rows.tensor)

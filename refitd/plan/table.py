@@ -293,7 +293,7 @@ class Families:
         return row, self.tensor[at], *(self.local[self.local_start[each][row] + nth] for each in local)
 
     def spread(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the values of all tensors from those of the tensors that stand for them."""
+        """Return the values of all tensors, from the values of their representatives."""
         found = np.empty(len(self.tensors), values.dtype)
         found[self.tensor] = np.repeat(values, self.count)
         return found

@@ -252,7 +252,7 @@ def decoded(raw: bytes | msgspec.Raw, kind: Any, what: str) -> Any:
 
 
 def fields_of(raw: bytes, kind: type[msgspec.Struct]) -> dict[str, msgspec.Raw]:
-    """Return the fields of a value's encoding, not decoded and by name, without those that the type lacks.
+    """Return the fields of a value's encoding, not decoded and by name, without fields unknown to the type.
 
     Raises:
         ProtocolError: it is no map.

@@ -362,7 +362,7 @@ def check_role(message: Message, roles: frozenset[str], who: str, where: str) ->
     Args:
         message: the request.
         roles: the sender's roles.
-        who: the sender's name, for the error.
+        who: the sender's name, used in the error.
         where: the setting that gives the sender its roles, for the error.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Processes that a test can start, stop, kill and restart; and what processes hold, to name leaks after a fault.
+"""Processes that a test can start, stop, kill and restart; and their resources, to name leaks after a fault.
 
 `Engine` and `RunningSwap` act in the background of a test.
 """

@@ -37,7 +37,7 @@ ELSEWHERE = {
     "refitctl dashboard": "tests/cluster/test_dashboard.py",
     "refitctl trace policy --otlp": "tests/unit/test_otlp.py",
 }
-# Words of the pages, and what they mean here; {...} are values of the test.
+# Words of the pages, and their values here; {...} are values of the test.
 WORDS = (
     ("[policy] [--node n1]", "policy --node {node}"),
     ("drain n1", "drain {node}"),

@@ -1,4 +1,4 @@
-"""What this version writes, recorded for the trees that follow: they must read it (tests/unit/test_recorded.py).
+"""Files of this version, recorded for later trees, which must read them (tests/unit/test_recorded.py).
 
     python -m tests.recorded     writes the files that are missing; it replaces none
 

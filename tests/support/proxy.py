@@ -10,7 +10,7 @@ _CHUNK = 1 << 16
 
 
 class Proxies:
-    """Replaces the addresses that workers tell each other by those of proxies."""
+    """Replaces the workers' addresses by addresses of proxies."""
 
     def __init__(self) -> None:
         self._listeners: list[socket.socket] = []

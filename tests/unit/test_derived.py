@@ -23,7 +23,7 @@ def parameter(*shape: int) -> torch.nn.Parameter:
 
 
 class Attention(torch.nn.Module):
-    """Derives, as vLLM's layers do: a tensor anew, one in place, one of a plain object, a constant, and a view."""
+    """Derives, as vLLM's layers do: a new tensor, one in place, one of a plain object, a constant, and a view."""
 
     def __init__(self, faulty: str = "") -> None:
         super().__init__()

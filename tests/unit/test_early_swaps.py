@@ -115,7 +115,7 @@ def test_a_version_that_is_asked_for_may_have_begun() -> None:
 
 
 def half_written(h: Harness, spans: Iterable[tuple[int, int]] = ((0, 512),)) -> tuple[str, int]:
-    """Begin version 2, of which a half is written; return its source and its slot."""
+    """Begin version 2 and write half of it; return its source and its slot."""
     source, _ = h.fleet()
     granted = h.ask(local.BeginPublish(member=source, version=2, timeout_s=5.0))
     assert isinstance(granted, local.SlotGranted)

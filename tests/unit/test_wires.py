@@ -136,7 +136,7 @@ def test_a_message_of_another_size_than_expected_ends_the_connection(fleet: Flee
 
 def test_values_of_a_mailbox_come_under_the_receivers_own_numbers(fleet: Fleet) -> None:
     _, middle, last = fleet.join("e1", (0, 1), (1, 2))
-    last.put("agent/1", b"from n2")  # it has position 1 in its own epoch, 2 in that of n1
+    last.put("agent/1", b"from n2")  # position 1 in its own epoch, 2 in the epoch of n1
     assert middle.get("agent/2", 5.0) == b"from n2"
 
 

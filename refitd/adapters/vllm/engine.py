@@ -139,7 +139,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         self._committed(target.version)
 
     def _committed(self, version: int | None) -> None:
-        """Note that the weights are those of one version, and tell EngineCore."""
+        """Note the version of the weights, and tell EngineCore."""
         self._torn = ""
         if self._versions is not None and version is not None and self.parallel_config.rank == 0:
             self._versions.committed(version)

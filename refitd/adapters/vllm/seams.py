@@ -34,7 +34,7 @@ log = logging.getLogger("vllm.refitd")
 TESTED = ("0.32.",)
 OLDEST = (0, 32)
 
-# What this vLLM lacks of the functions that `open_seams` patches.
+# The patched functions that this vLLM lacks: `open_seams` patches.
 missing: list[str] = []
 
 # How long a process of a CPU engine sleeps between two checks for the next message.

@@ -29,7 +29,7 @@ class Versions:
     """
 
     def __init__(self, path: str = "") -> None:
-        """Create the numbers, or open those of another process."""
+        """Create the numbers, or open another process's."""
         fd = os.open(path, os.O_RDWR) if path else os.memfd_create("refitd-versions")
         nbytes = 8 * (1 + 2 * BATCHES)
         if not path:
@@ -58,7 +58,7 @@ class Versions:
         self._numbers[at], self._numbers[at + 1] = self._numbers[0], batch
 
     def of(self, batch: int) -> int | None:
-        """Return the version of a batch; None before the first version, and for batches that computed nothing."""
+        """Return the version of a batch; None before the first version, and for batches without computed tokens."""
         at = 1 + 2 * (batch % BATCHES)
         number, noted = self._numbers[at], self._numbers[at + 1]
         return number - 1 if number and noted == batch else None
@@ -76,7 +76,7 @@ def of(config: Any) -> Versions | None:
 
 
 def open_seams() -> None:
-    """Patch EngineCore and its scheduler; with a vLLM that lacks one of these functions, nothing is shared.
+    """Patch EngineCore and its scheduler; with a vLLM that lacks one of these functions, no versions are shared.
 
     Raises:
         ImportError, AttributeError: this vLLM lacks one.

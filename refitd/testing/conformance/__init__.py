@@ -1,4 +1,4 @@
-"""The conformance suite of copy services, for refitd's own backends and for those of other packages.
+"""The conformance suite of copy services, for refitd's own backends and for other packages.
 
     pytest --pyargs refitd.testing.conformance -k NAME
 

@@ -14,7 +14,7 @@ _ABLE = [contestant for contestant in contestants() if not contestant.missing()]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the marker of slow tests, which refitd's own configuration leaves out."""
+    """Declare the marker of slow tests, which refitd's own configuration skips."""
     config.addinivalue_line("markers", "slow: more of what another test does already")
 
 

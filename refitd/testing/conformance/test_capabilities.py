@@ -1,4 +1,4 @@
-"""Services have the capabilities that they declare; created and closed repeatedly, they leave nothing behind."""
+"""Services have their declared capabilities; created and closed repeatedly, they leave no descriptors or threads."""
 
 from __future__ import annotations
 
