@@ -24,7 +24,6 @@ _LEVELS = {
     "bad-plan": logging.WARNING,
     "base-wrong": logging.WARNING,
     "catch-up-refused": logging.WARNING,
-    "coordinator-changed": logging.WARNING,
     "coordinator-ended": logging.WARNING,
     "coordinator-killed": logging.WARNING,
     "coordinator-refused": logging.WARNING,

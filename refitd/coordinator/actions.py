@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from refitd.clusters import ClusterSpeeds
 from refitd.coordinator.descriptions import ShardRead
-from refitd.coordinator.journals import Drain, Recovered, SwapRecord
+from refitd.coordinator.journals import Drain, KnownNode, Recovered, SwapRecord
 from refitd.coordinator.paths import Wiring
 from refitd.coordinator.plans import LoadedPlan
 from refitd.describe.metadata import Roster
@@ -115,9 +115,9 @@ class Decide(Struct, frozen=True):
 
 
 class Remember(Struct, frozen=True):
-    """Journal how a swap ended, with its report, or a live version that only daemons knew."""
+    """Journal how a swap ended, with its report, a live version that only daemons knew, or a node."""
 
-    record: SwapRecord | Recovered
+    record: SwapRecord | Recovered | KnownNode
 
 
 class WriteDrain(Struct, frozen=True):

@@ -243,6 +243,8 @@ class Fleet:
         past: reads the journal, also entries of earlier coordinators.
         ids: makes ids and keys.
         nodes, node_at: the connected daemons, by name and by connection.
+        awaited: nodes that were connected to an earlier coordinator, and have not returned yet.
+        lost: nodes whose heartbeats have ended, the longest lost first.
         models: each model with its members, running swap and queue.
         swapping: the models with a running swap, by the swap's id.
         members: all ranks, by id.
@@ -282,6 +284,7 @@ class Fleet:
     max_files: int = 1 << 20
     nodes: dict[str, Node] = field(default_factory=dict)
     node_at: dict[bytes, Node] = field(default_factory=dict)
+    awaited: dict[str, Lost] = field(default_factory=dict)
     lost: dict[str, Lost] = field(default_factory=dict)
     members: dict[str, Member] = field(default_factory=dict)
     controllers: dict[str, Controller] = field(default_factory=dict)

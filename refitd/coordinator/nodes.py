@@ -13,22 +13,25 @@ import msgspec
 from refitd.clusters import ClusterSpeeds, cables_of, load_cluster, unknown_nodes
 from refitd.config import Config
 from refitd.coordinator import swap_queue
-from refitd.coordinator.actions import DrainWritten, FilesRead, FromNode, Waiter, WriteDrain
+from refitd.coordinator.actions import DrainWritten, FilesRead, FromNode, Remember, Waiter, WriteDrain
 from refitd.coordinator.fleet import Fleet, Running, Turn
-from refitd.coordinator.journals import Drain
-from refitd.coordinator.members import Membership, Node
+from refitd.coordinator.journals import Drain, KnownNode, SwapRecord
+from refitd.coordinator.members import Lost, Membership, Node
 from refitd.coordinator.preparation import use_speeds
-from refitd.coordinator.registrations import forget_node
+from refitd.coordinator.registrations import forget_node, lose
 from refitd.coordinator.reports import swap_progress
 from refitd.errors import ConfigError, ProtocolError, RefusedError
 from refitd.plan.cost import EQUAL, Cables
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION, check_version, shown
 from refitd.protocol.keys import Allowed
-from refitd.protocol.reports import DrainedSource, DrainReport, ForgetReport, ReloadReport, ReplicaName
+from refitd.protocol.reports import DrainedSource, DrainReport, ForgetReport, ReloadReport, ReplicaName, SwapReport
 
 # Daemons send a heartbeat every second. After this long without one a node's members count as lost.
 NODE_SILENCE_S = 10.0
+
+# Why a node is awaited, or lost, that an earlier coordinator knew.
+NOT_RETURNED = "it has not returned since the coordinator started"
 
 MAX_NODES = 4096
 # Descriptors of the coordinator that are not for daemons.
@@ -64,10 +67,14 @@ def hello(turn: Turn, event: FromNode, message: cluster.NodeHello) -> None:
             forget_node(turn, name, reason, event="node-again" if same else "node-lost")
     node = Node(event.identity, message.status, turn.now, event.key, event.allowed, message.protocol)
     fleet.node_at[event.identity] = fleet.nodes[name] = node
+    was = fleet.awaited.pop(name, None)
     fleet.lost.pop(name, None)
     protocol = shown(message.protocol)
     if old is None or old.identity != event.identity or old.status.pid != message.status.pid:
         turn.log("node", node=name, pid=message.status.pid, host=message.status.host, protocol=protocol)
+        here = Lost.of(node, (), "")
+        if was is None or (was.described.host, was.described.pid) != (message.status.host, message.status.pid):
+            turn.effects.append(Remember(here.record(turn.now, turn.wall)))
     lives = fleet.lives
     lives.greeted(turn.now)
     changed = lives.said(turn, name, message.live)
@@ -80,6 +87,40 @@ def hello(turn: Turn, event: FromNode, message: cluster.NodeHello) -> None:
     for model in changed:
         swap_queue.live_learned(turn, model)
         turn.due[model] = None
+
+
+def remember(fleet: Fleet, known: Iterable[KnownNode], swaps: Iterable[SwapRecord], wall: float) -> None:
+    """Take over the nodes of the journal: lost ones, and connected ones, which are awaited.
+
+    `swaps` are its last ones, the newest first, and `wall` is the time, in seconds since the epoch.
+    """
+    reports: dict[str, SwapReport] = {}  # the newest of each model: it has the ranks of awaited nodes
+    for record in swaps:
+        if record.model not in reports and (report := record.written_report()) is not None:
+            reports[record.model] = report
+    for node, described, heard in ((e.node, e.described, e.heard) for e in known if e.described is not None):
+        if described.reason:
+            fleet.lost[node] = Lost(described, fleet.started - max(0.0, wall - heard))
+            continue
+        replicas = dict.fromkeys(
+            ReplicaName(r.model, m.replica) for r in reports.values() for m in r.members if m.node == node
+        )
+        sources = [r.model for r in reports.values() if any(s.node == node and not s.replica for s in r.sources)]
+        expected = msgspec.structs.replace(
+            described, reason=NOT_RETURNED, replicas=tuple(replicas), sources=tuple(sources)
+        )
+        fleet.awaited[node] = Lost(expected, fleet.started)
+
+
+def tick(turn: Turn) -> None:
+    """Count nodes of an earlier coordinator as lost if they have not returned in NODE_SILENCE_S."""
+    fleet = turn.fleet
+    if not fleet.awaited or turn.now - fleet.started <= NODE_SILENCE_S:
+        return
+    for name, found in fleet.awaited.items():
+        turn.log("node-lost", node=name, pid=found.described.pid, reason=NOT_RETURNED)
+        lose(turn, found)
+    fleet.awaited.clear()
 
 
 def updated(turn: Turn, node: Node, message: cluster.NodeUpdate) -> None:
@@ -143,12 +184,13 @@ def _check_hello(
 
 def forget_lost(turn: Turn, node: str) -> ForgetReport:
     """Remove a lost node from reports; raises RefusedError if it is not lost."""
-    lost = turn.fleet.lost
+    lost = turn.fleet.lost if node in turn.fleet.lost else turn.fleet.awaited
     if node not in lost:
-        known = f"lost nodes: {', '.join(lost) or 'none'}"
+        known = f"lost nodes: {_listed(turn.fleet.lost)}"
         there = "; it is connected: stop its daemon, or drain it" if node in turn.fleet.nodes else ""
         raise RefusedError(f"node {node!r} is not lost{there}; {known}")
     del lost[node]
+    turn.effects.append(Remember(KnownNode(node, None)))
     turn.log("forgotten", node=node)
     return ForgetReport(model="", sources=(), nodes=(node,))
 

@@ -10,9 +10,9 @@ from fnmatch import fnmatchcase
 from refitd.commit import decision, swap_events
 from refitd.config import ModelConfig
 from refitd.coordinator import controllers, preparation, swap_queue, swaps
-from refitd.coordinator.actions import WriteDrain
+from refitd.coordinator.actions import Remember, WriteDrain
 from refitd.coordinator.fleet import MAX_HISTORY, ModelState, Turn
-from refitd.coordinator.journals import Drain
+from refitd.coordinator.journals import Drain, KnownNode
 from refitd.coordinator.members import Arenas, CatchUp, Lost, Member, Membership, Node, Place, Published
 from refitd.coordinator.publications import MAX_VERSIONS, room_changed
 from refitd.errors import RefusedError
@@ -282,15 +282,26 @@ def forget_node(turn: Turn, name: str, reason: str, *, event: str = "node-lost")
     turn.log(event, node=name, pid=node.status.pid, reason=reason)
     members = [m for m in fleet.members.values() if m.node == name]
     if event == "node-lost":
-        fleet.lost.pop(name, None)
-        fleet.lost[name] = Lost.of(node, members, reason)
-        if len(fleet.lost) > MAX_LOST:
-            del fleet.lost[next(iter(fleet.lost))]
+        lose(turn, Lost.of(node, members, reason))
+    elif event == "node-left":
+        turn.effects.append(Remember(KnownNode(name, None)))
     for member in members:
         fleet.absent.lost(member, node.last_heard + fleet.config.deadlines.lease_s)
         remove(turn, member, f"node {name}: {reason}")
     for controller in [c for c in fleet.controllers.values() if c.node == name]:
         remove_controller(turn, controller.id, name, f"node {name}: {reason}")
+
+
+def lose(turn: Turn, lost: Lost) -> None:
+    """Show a node as lost until it returns or is forgotten, also after a restart of the coordinator."""
+    names = turn.fleet.lost
+    names.pop(lost.described.node, None)
+    names[lost.described.node] = lost
+    turn.effects.append(Remember(lost.record(turn.now, turn.wall)))
+    if len(names) > MAX_LOST:
+        oldest = next(iter(names))
+        del names[oldest]
+        turn.effects.append(Remember(KnownNode(oldest, None)))
 
 
 def suspend(turn: Turn, member: Member, asked: local.Suspend) -> None:

@@ -18,6 +18,7 @@ from refitd.protocol.plan_reports import (
     ModelDescription,
 )
 from refitd.protocol.reports import (
+    HEARTBEAT_S,
     ControllerStatus,
     HistoryEntry,
     HistoryReport,
@@ -186,6 +187,7 @@ def status_report(fleet: Fleet, now: float) -> StatusReport:
     """Return the current status of the cluster."""
     states = [state for _, state in sorted(fleet.models.items())]
     service = fleet.config.transport.service
+    late = fleet.awaited.values() if now - fleet.started > 2 * HEARTBEAT_S else ()
     return StatusReport(
         coordinator_pid=fleet.pid,
         uptime_s=max(0.0, now - fleet.started),
@@ -199,7 +201,7 @@ def status_report(fleet: Fleet, now: float) -> StatusReport:
         protocol=PROTOCOL_VERSION,
         protocols={name: node.protocol for name, node in sorted(fleet.nodes.items())},
         host=fleet.host,
-        lost=tuple(lost.report(now) for lost in fleet.lost.values()),
+        lost=tuple(lost.report(now) for lost in (*fleet.lost.values(), *late)),
     )
 
 

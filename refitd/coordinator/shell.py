@@ -20,7 +20,7 @@ from refitd.config import Config
 from refitd.coordinator import actions as act
 from refitd.coordinator.descriptions import ShardRead, unpack_shard
 from refitd.coordinator.fleet import Ids
-from refitd.coordinator.journals import Journal, LeadLost, SwapRecord
+from refitd.coordinator.journals import Journal, LeadLost, Recovered, SwapRecord
 from refitd.coordinator.nodes import cables_for, read_cluster
 from refitd.coordinator.plan_reports import completed
 from refitd.coordinator.plans import PlanMemory, make_plan
@@ -107,6 +107,8 @@ class CoordinatorShell:
             ids=Ids(secrets.token_bytes(32)),
             past=journal,
             drained=journal.drained(),
+            known=journal.nodes(),
+            wall=time.time(),
             is_standalone=is_standalone,
             host=socket.gethostname(),
             speeds=read_cluster(config),
@@ -418,7 +420,10 @@ class CoordinatorShell:
                     self._router.send(*waiter, Failure(code=error.code, message=str(error)))
             case act.Remember(record) if isinstance(error, CommitError):
                 # the decision itself is on disk; this entry is written as soon as there is room
-                what = {"swap": record.swap} if isinstance(record, SwapRecord) else {"model": record.model}
+                subject = (
+                    "swap" if isinstance(record, SwapRecord) else "model" if isinstance(record, Recovered) else "node"
+                )
+                what = {subject: getattr(record, subject)}
                 self._log("journal-failed", **what, reason=str(error))
             case act.Decide():  # the journal is opened and read again
                 self._log("internal-error", message="Decide", reason=repr(error))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from refitd.clusters import ClusterSpeeds
 from refitd.commit import swap_events
@@ -31,7 +31,7 @@ from refitd.coordinator.descriptions import unpack_shard
 from refitd.coordinator.eligibility import unrounded_by
 from refitd.coordinator.fleet import MAX_HISTORY, Fleet, Ids, Models, ModelState, Turn
 from refitd.coordinator.inquiries import Traces
-from refitd.coordinator.journals import Drained, Journal, SwapRecord
+from refitd.coordinator.journals import Drained, Journal, KnownNode, SwapRecord
 from refitd.coordinator.live_versions import AbsentRanks, LiveVersions, Recovery
 from refitd.coordinator.members import Node
 from refitd.coordinator.nodes import NODE_SILENCE_S
@@ -63,6 +63,8 @@ class CoordinatorState(Fleet):
         is_standalone: bool = False,
         host: str = "",
         drained: Drained | None = None,
+        known: Iterable[KnownNode] = (),
+        wall: float = 0.0,
         speeds: ClusterSpeeds | None = None,
         max_files: int = 1 << 20,
     ) -> None:
@@ -78,6 +80,8 @@ class CoordinatorState(Fleet):
             is_standalone: a standalone daemon started this process.
             host: name of this host, for reports.
             drained: the nodes that the journal knows as drained.
+            known: the nodes that the journal knows as connected or lost.
+            wall: the time now, in seconds since the epoch.
             speeds: of the nodes' cables; None: all are equally fast.
             max_files: see Fleet.
         """
@@ -105,6 +109,7 @@ class CoordinatorState(Fleet):
             speeds,
             max_files,
         )
+        nodes.remember(self, known, ended, wall)
 
     def handle(self, event: Event, now: float, wall: float = 0.0) -> list[Instruction]:
         """Handle an event; return the effects that the caller must perform, in order.
@@ -360,6 +365,7 @@ def _tick(turn: Turn) -> None:
     for name, node in list(fleet.nodes.items()):
         if now - node.last_heard > NODE_SILENCE_S:
             registrations.forget_node(turn, name, f"no word from it for {NODE_SILENCE_S:.0f} s")
+    nodes.tick(turn)
     turn.note_ends(fleet.recovery.tick(now))
     controllers.tick(turn)
     swaps.run(turn)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Self
 
 from refitd import ParameterMetadata
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import actions as act
 from refitd.coordinator.fleet import Ids
-from refitd.coordinator.journals import Drained, LiveVersion, Recovered, SwapRecord
+from refitd.coordinator.journals import Drained, KnownNode, LiveVersion, Recovered, SwapRecord
 from refitd.coordinator.nodes import cables_for
 from refitd.coordinator.plan_reports import completed
 from refitd.coordinator.plans import make_plan
@@ -85,9 +86,11 @@ class Harness:
         *,
         is_standalone: bool = True,
         drained: Drained | None = None,
+        known: Iterable[KnownNode] = (),
     ) -> None:
         self.journal = {} if journal is None else journal
         self.drained = {} if drained is None else drained
+        self.known = {each.node: each for each in known}
         self.decided: set[str] = set()  # swaps whose decision was written
         self.recovered: list[Recovered] = []
         self.journal_error: RefitdError | None = None
@@ -100,6 +103,8 @@ class Harness:
             past=Past(self.journal),
             is_standalone=is_standalone,
             drained=dict(self.drained),
+            known=known,
+            wall=1.0,
         )
         self.now = 0.0
         self.plans_made = 0
@@ -141,6 +146,8 @@ class Harness:
                             pending.append(act.DrainWritten(drain, waiter))
                     case act.Remember(Recovered() as found):
                         self.recovered.append(found)
+                    case act.Remember(KnownNode() as known):
+                        self.known[known.node] = known
                     case act.Remember(record):
                         assert record.state != "aborted" or record.swap not in self.decided, record
                         self.journal.pop(record.swap, None)

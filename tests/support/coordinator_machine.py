@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from refitd.config import Config
 from refitd.coordinator import actions as act
 from refitd.coordinator.descriptions import MAX_UNUSED_SHARDS
-from refitd.coordinator.journals import Recovered
+from refitd.coordinator.journals import KnownNode, Recovered
 from refitd.coordinator.journals.file import FileJournal
 from refitd.coordinator.plan_reports import completed
 from refitd.coordinator.plans import make_plan
@@ -132,7 +132,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
                         with contextlib.suppress(CommitError):
                             self.journal.set_drain(drain, self.now)
                             pending.append(act.DrainWritten(drain, waiter))
-                    case act.Remember(Recovered() as found):
+                    case act.Remember(Recovered() | KnownNode() as found):
                         with contextlib.suppress(CommitError):
                             self.journal.note(found)
                     case act.Remember(record):

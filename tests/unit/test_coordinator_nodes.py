@@ -15,7 +15,7 @@ from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.reports import DrainReport, NodeStatus, ReplicaName, StatusReport
 from refitd.states import Busy, Tick
 from refitd_cli.view import lost_lines
-from tests.support.coordinator_harness import Harness, commit, kinds, reports
+from tests.support.coordinator_harness import NO_CATCH_UP, Harness, commit, kinds, reports
 
 
 def test_a_silent_node_is_lost_and_its_members_with_it() -> None:
@@ -60,6 +60,37 @@ def test_a_lost_node_stays_in_the_status_until_it_returns_or_is_forgotten() -> N
     assert [lost.node for lost in status("n2").lost] == ["n1"]
     h.join("n1", pid=14)
     assert not status().lost
+
+
+def test_the_next_coordinator_knows_which_nodes_are_lost_and_which_have_not_returned() -> None:
+    h = Harness(NO_CATCH_UP).ready()
+    commit(h, h.until_staging(), "a")
+    h.join("n1", pid=12).join("n2", pid=13).join("n3", pid=14)
+    h.say("n3", local.Goodbye())
+    h.now = NODE_SILENCE_S + 1
+    for node in ("n0", "n1"):
+        h.say(node, local.GetStatus(), request=1)
+    h.tick()
+    assert [*h.state.lost] == ["n2"] and h.known["n3"].described is None
+
+    later = Harness(NO_CATCH_UP, h.journal, known=[k for k in h.known.values() if k.described]).join("n1", pid=12)
+    assert [*later.state.lost] == ["n2"] and [*later.state.awaited] == ["n0"]
+    (report,) = later.say("n1", local.GetStatus(), request=1)
+    assert [lost.node for lost in report.lost] == ["n2"]  # n0 may return any moment
+    later.now = 2.5
+    (report,) = later.say("n1", local.GetStatus(), request=1)
+    assert [lost.node for lost in report.lost] == ["n2", "n0"]
+    later.now = NODE_SILENCE_S + 1
+    later.say("n1", local.GetStatus(), request=1)
+    later.tick()
+    (report,) = later.say("n1", local.GetStatus(), request=1)
+    n2, n0 = report.lost
+    assert n2.reason == "no word from it for 10 s" and n0.reason == "it has not returned since the coordinator started"
+    assert n0.replicas == (ReplicaName("m", "a"),) and n0.sources == ("m",) and n0.silent_s == later.now
+    assert later.known["n0"].described and later.known["n0"].described.reason
+    later.say("n1", local.Forget(node="n2"), request=1)
+    later.join("n0")
+    assert not later.state.lost and later.known["n2"].described is None and not later.known["n0"].described.reason
 
 
 def test_a_daemon_that_has_introduced_itself_several_times_before_it_was_answered_is_not_lost() -> None:

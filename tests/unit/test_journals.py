@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from refitd.coordinator import journals
-from refitd.coordinator.journals import Drain, Journal, LiveVersion, Recovered, SwapRecord
+from refitd.coordinator.journals import Drain, Journal, KnownNode, LiveVersion, Recovered, SwapRecord
 from refitd.coordinator.journals.etcd import EtcdJournal
 from refitd.coordinator.journals.file import FileJournal
 from refitd.errors import CommitError
+from refitd.protocol.reports import LostNode
 from tests.support import etcd
 
 DECIDED = SwapRecord("s1", "policy", 4, "decided", "plan", "", 1.0, b'{"a":"\xc3\xbc"}', "r")
@@ -199,3 +200,18 @@ def test_models_may_have_any_name(kept: Kept, name: str) -> None:
     journal = kept.next_life()
     assert journal.live(name) == LiveVersion(4, "r", 1, "s1")
     assert journal.live(f"{name}/") == LiveVersion(4, "r", 2, "s2")
+
+
+def test_known_nodes_are_found_by_the_next_life_until_they_are_forgotten(kept: Kept) -> None:
+    nodes = [
+        KnownNode(n, LostNode(n, "box", 7, 0.0, why), at) for n, why, at in (("n0", "silent", 2.0), ("n1", "", 1.0))
+    ]
+    for node in (*nodes, KnownNode("n2", None)):
+        kept.life.note(node)
+    for journal in kept.both():
+        journal.flush()
+        assert journal.nodes() == nodes[::-1]
+    kept.life.note(KnownNode("n0", None))
+    for journal in kept.both():
+        journal.flush()
+        assert journal.nodes() == nodes[1:]

@@ -14,7 +14,7 @@ from typing import Any, Self
 import msgspec
 
 from refitd.errors import CommitError
-from refitd.protocol.reports import SwapReport
+from refitd.protocol.reports import LostNode, SwapReport
 
 # --- records ----------------------------------------------------------------------------------------------
 
@@ -89,6 +89,18 @@ class Recovered:
     highest: int = -1  # of all versions that were ever live
 
 
+@dataclass(frozen=True, slots=True)
+class KnownNode:
+    """A node that is connected, or lost: `described.reason` is why, "" while it is connected. None: it is forgotten.
+
+    `heard` is its last heartbeat, in seconds since the epoch; of a connected node, when it connected.
+    """
+
+    node: str
+    described: LostNode | None
+    heard: float = 0.0
+
+
 # --- tables ----------------------------------------------------------------------------------------------
 
 SCHEMA_VERSION = 3  # of the schema; 1 had no reports, 2 no runs and no tables but `swaps`
@@ -139,6 +151,11 @@ CREATE TABLE IF NOT EXISTS drained (  -- refitd before it had drains does not lo
     replicas TEXT NOT NULL,  -- JSON: [model, replica], ...
     at REAL NOT NULL
 ) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS nodes (  -- which are connected or lost
+    node TEXT PRIMARY KEY,
+    described TEXT NOT NULL,  -- JSON: LostNode
+    heard REAL NOT NULL
+) STRICT, WITHOUT ROWID;
 """
 
 _COLUMNS = "swap, model, version, state, plan, reason, at, report, run"
@@ -177,7 +194,7 @@ class Journal(ABC):
     is_remote = False
 
     def __init__(self) -> None:
-        self._late: list[SwapRecord | Recovered] = []
+        self._late: list[SwapRecord | Recovered | KnownNode] = []
 
     def __deepcopy__(self, memo: object) -> Self:
         """Return this journal: copies of a coordinator's state only read it."""
@@ -249,8 +266,8 @@ class Journal(ABC):
         with self._writing():
             return [self._insert(record) for record in records]
 
-    def note(self, entry: SwapRecord | Recovered) -> None:
-        """Write how a swap ended, or a recovered live version. On failure keep the entry and write it first next time.
+    def note(self, entry: SwapRecord | Recovered | KnownNode) -> None:
+        """Write how a swap ended, a recovered live version, or a node. On failure keep it and write it first next time.
 
         How a swap ended is durable with the next `write` or `flush`: one whose end a power failure has taken was
         decided, and is finished again.
@@ -278,6 +295,9 @@ class Journal(ABC):
             if isinstance(entry, SwapRecord):
                 with self._writing(durable=False):
                     self._insert(entry)
+            elif isinstance(entry, KnownNode):
+                with self._writing(durable=False):
+                    self._know(entry)
             else:
                 self._recover(entry)
             del self._late[0]
@@ -294,6 +314,13 @@ class Journal(ABC):
             else:
                 found = (drain.node, json.dumps(sorted(drain.replicas)), at)
                 self._db.execute("INSERT OR REPLACE INTO drained VALUES (?, ?, ?)", found)
+
+    def _know(self, entry: KnownNode) -> None:
+        if entry.described is None:
+            self._db.execute("DELETE FROM nodes WHERE node = ?", (entry.node,))
+        else:
+            found = (entry.node, msgspec.json.encode(entry.described).decode(), entry.heard)
+            self._db.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?)", found)
 
     def _insert(self, r: SwapRecord) -> int:
         """Insert a record; return the sequence of the decision, 0 if it is none."""
@@ -394,6 +421,15 @@ class Journal(ABC):
         """Return the drained nodes with their replicas; raises CommitError like `decided`."""
         rows = self._select("SELECT node, replicas FROM drained")
         return {node: frozenset((model, replica) for model, replica in json.loads(found)) for node, found in rows}
+
+    def nodes(self) -> list[KnownNode]:
+        """Return the nodes that were connected or lost, the longest lost first; raises CommitError like `decided`."""
+        rows = self._select("SELECT node, described, heard FROM nodes ORDER BY heard")
+        found = []
+        for node, described, heard in rows:
+            with contextlib.suppress(msgspec.DecodeError):  # another version of refitd wrote it
+                found.append(KnownNode(node, msgspec.json.decode(described, type=LostNode), heard))
+        return found
 
     def continues(self, journal: str) -> bool:
         """Whether this is the given journal, or continues it."""

@@ -52,6 +52,7 @@ _KEYS = {
     "journal": ("one",),
     "continued": ("id",),
     "drained": ("node",),
+    "nodes": ("node",),
 }
 _COLUMNS = {
     "swaps": ("rowid", "swap", "model", "version", "state", "plan", "reason", "at", "report", "run"),
@@ -61,6 +62,7 @@ _COLUMNS = {
     "journal": ("one", "id", "sequence"),
     "continued": ("id",),
     "drained": ("node", "replicas", "at"),
+    "nodes": ("node", "described", "heard"),
 }
 _REPORT = _COLUMNS["swaps"].index("report")
 
