@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from refitd.metrics.http import Page
+from refitd.metrics import Page
 from refitd.protocol.reports import (
     HistoryEntry,
     LostNode,

@@ -139,7 +139,7 @@ def _directory(found: Config) -> str:
 
 
 def _metrics(found: Config) -> str:
-    from refitd.metrics.http import listening
+    from refitd.metrics import listening
 
     assert found.metrics.address is not None
     host, port = found.metrics.address

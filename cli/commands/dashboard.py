@@ -9,7 +9,7 @@ from threading import Thread
 import click
 
 from refitd.errors import ConfigError, RefitdError, RefusedError
-from refitd.metrics.http import HttpServer
+from refitd.metrics import HttpServer
 from refitd.protocol.reports import StatusReport
 from refitd_cli.dashboard import Pages, Shown
 from refitd_cli.opened import Opened

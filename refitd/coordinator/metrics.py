@@ -16,7 +16,7 @@ from refitd.coordinator.actions import Event, FromNode, Instruction, Remember
 from refitd.coordinator.fleet import Fleet, ModelState
 from refitd.coordinator.journals import SwapRecord
 from refitd.coordinator.members import serving_state
-from refitd.metrics.exporter import Exporter, Labelled, add_build_info
+from refitd.metrics import Exporter, Labelled, add_build_info
 from refitd.protocol.cluster import StageDone
 from refitd.states import Busy, Log, SwapOutcome
 

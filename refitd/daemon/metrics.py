@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from refitd.config import Config
 from refitd.daemon.actions import Event, Instruction, RestartWorker, ToCoordinator, WorkerDied, WorkerSaid
 from refitd.daemon.state import DaemonState
-from refitd.metrics.exporter import Exporter, Labelled, add_build_info
+from refitd.metrics import Exporter, Labelled, add_build_info
 from refitd.protocol.local import CommitDone
 from refitd.protocol.reports import NodeStatus
 from refitd.protocol.sidecar import RunDone

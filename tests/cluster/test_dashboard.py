@@ -25,7 +25,7 @@ import torch
 from msgspec import structs
 
 import refitd
-from refitd.metrics.http import HttpServer, Page
+from refitd.metrics import HttpServer, Page
 from refitd.protocol.plan_reports import PairTraffic
 from refitd.testing import Daemon, eventually
 from refitd_cli.dashboard import Pages, Shown

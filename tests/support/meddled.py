@@ -39,7 +39,7 @@ def wrap(tcp: Any) -> None:
     join = tcp.join
 
     def joined(epoch: Any) -> Any:
-        from refitd.testing.conformance.meddling import Between
+        from refitd.testing.conformance.services import Between
 
         service: Any = join(epoch)
         between, run = Between(service), service.run

@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from refitd import metrics
 from refitd.config import MetricsConfig, load
 from refitd.coordinator.metrics import CoordinatorMetrics
 from refitd.daemon.metrics import DaemonMetrics
 from refitd.errors import ConfigError, RefusedError
-from refitd.metrics import exporter, http
-from refitd.metrics.exporter import Exporter, Labelled
-from refitd.metrics.http import HttpServer, Page
+from refitd.metrics import Exporter, HttpServer, Labelled, Page
 from refitd.testing import eventually
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -84,7 +83,7 @@ def test_the_table_documents_every_metric_and_nothing_else():
 
 
 def test_beyond_the_limit_series_are_counted_together(monkeypatch):
-    monkeypatch.setattr(exporter, "MAX_SERIES", 3)
+    monkeypatch.setattr(metrics, "MAX_SERIES", 3)
     registry = CollectorRegistry()
     names = Labelled(Counter("c", "", ["a", "b"], registry=registry))
     for number in range(10):
@@ -114,7 +113,7 @@ def test_health_follows_the_loop_and_readiness_what_it_says(monkeypatch):
         found.publish("a", "no coordinator answers")
         assert get(found, "/healthz")[0] == 200
         assert get(found, "/readyz") == (503, b"no coordinator answers\n")
-        monkeypatch.setattr(exporter, "SILENT_S", -1.0)
+        monkeypatch.setattr(metrics, "SILENT_S", -1.0)
         assert get(found, "/healthz") == (503, b"its loop has not turned for 0 s\n")
 
 
@@ -127,7 +126,7 @@ def test_a_page_is_made_once_for_many_scrapes():
             assert b"process_cpu_seconds_total" in body
         assert 1 <= len(shown) <= 10
         found.publish("b", "")
-        time.sleep(exporter.FRESH_S)
+        time.sleep(metrics.FRESH_S)
         get(found, "/metrics")
         assert shown[-1] == "b"
 
@@ -157,7 +156,7 @@ def test_a_foreign_host_is_refused(host):
         ("GET /?a=b HTTP/1.1\r\nHost: localhost\r\n\r\n", 200),
         ("\x00\xff\xfe\r\n\r\n", 400),
         ("GET / HTTP/2.0\r\nHost: localhost\r\n\r\n", 400),
-        ("GET / HTTP/1.1\r\nHost: localhost\r\nX: " + "x" * http.MAX_REQUEST_BYTES, 431),
+        ("GET / HTTP/1.1\r\nHost: localhost\r\nX: " + "x" * metrics.MAX_REQUEST_BYTES, 431),
         ("GET /broken HTTP/1.1\r\nHost: localhost\r\n\r\n", 500),
     ],
 )
@@ -177,7 +176,7 @@ def test_clients_that_are_slow_end_at_the_limit_and_hold_up_nobody(monkeypatch):
     large = Page(b"x" * (16 << 20))
     with served(large=lambda: large) as server:
         for limit_s in (1000.0, 0.2):
-            monkeypatch.setattr(http, "EXCHANGE_S", limit_s)
+            monkeypatch.setattr(metrics, "EXCHANGE_S", limit_s)
             silent, dripping, never_reads = slow = [connected(server) for _ in range(3)]
             dripping.sendall(b"GET / HT")
             never_reads.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -254,7 +253,7 @@ def test_a_scrape_beside_hundreds_of_slow_connections_is_answered_and_never_rese
                     assert read_all(sock).endswith(b"\r\n\r\nhere")
             # a client that never reads does not see that its connection was closed
             assert slow.reopened or sent.endswith(b"\r\n\r\n")
-            assert len(server._open) <= http.MAX_CLIENTS
+            assert len(server._open) <= metrics.MAX_CLIENTS
         finally:
             slow.close()
         assert get(server) == (200, b"here")
@@ -262,11 +261,11 @@ def test_a_scrape_beside_hundreds_of_slow_connections_is_answered_and_never_rese
 
 
 def test_slow_clients_within_the_limit_are_not_closed_before_their_time(monkeypatch):
-    monkeypatch.setattr(http, "EXCHANGE_S", 1000.0)
+    monkeypatch.setattr(metrics, "EXCHANGE_S", 1000.0)
     with served() as server:
-        slow = [connected(server) for _ in range(http.MAX_CLIENTS - 1)]
+        slow = [connected(server) for _ in range(metrics.MAX_CLIENTS - 1)]
         assert get(server) == (200, b"here")
-        time.sleep(2 * http.GRACE_S)
+        time.sleep(2 * metrics.GRACE_S)
         for sock in slow:
             sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert read_all(sock).endswith(b"here")

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from refitd.testing.conformance.contestants import Contestant, contestants
-from refitd.testing.conformance.world import World
+from refitd.testing.conformance.world import Contestant, World, contestants
 
 # contestants that cannot run here are skipped once, with the reason, in test_capabilities.py
 _ABLE = [contestant for contestant in contestants() if not contestant.missing()]

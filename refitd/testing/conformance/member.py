@@ -15,9 +15,8 @@ from refitd.buffers.arena import MappedArena
 from refitd.copy_services import Epoch
 from refitd.copy_services.registry import installed
 from refitd.testing.actors import Mailroom
-from refitd.testing.conformance.orders import Answer, Orders, Stop, Vitals
 from refitd.testing.conformance.services import OneSided, TwoSided
-from refitd.testing.conformance.transfers import Plan
+from refitd.testing.conformance.transfers import Answer, Orders, Plan, Stop, Vitals
 
 LABELS = ("alpha", "beta", "gamma", "delta")
 

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from refitd.copy_services.registry import ENTRY_POINTS
-from refitd.testing.conformance.contestants import Contestant, contestants
-from refitd.testing.conformance.orders import TIMEOUT_S
-from refitd.testing.conformance.transfers import Layout, Maker, Plan
-from refitd.testing.conformance.world import World
+from refitd.testing.conformance.transfers import TIMEOUT_S, Layout, Maker, Plan
+from refitd.testing.conformance.world import Contestant, World, contestants
 
 
 @pytest.mark.parametrize("contestant", contestants(), ids=str)

@@ -11,10 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from refitd.testing.conformance.contestants import Contestant
-from refitd.testing.conformance.orders import Answer, Orders
-from refitd.testing.conformance.transfers import Maker, Plan
-from refitd.testing.conformance.world import Outcome, World
+from refitd.testing.conformance.transfers import Answer, Maker, Orders, Plan
+from refitd.testing.conformance.world import Contestant, Outcome, World
 
 TIMEOUT_S = 1.2
 SLACK_S = 5.0  # on busy processors, beside the other tests

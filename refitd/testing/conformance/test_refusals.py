@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from refitd.testing.conformance.contestants import Contestant
-from refitd.testing.conformance.orders import Orders
-from refitd.testing.conformance.transfers import Layout, Maker, Place, Plan, Transfer
-from refitd.testing.conformance.world import ROOM, STAGING_BYTES, Outcome, World
+from refitd.testing.conformance.transfers import Layout, Maker, Orders, Place, Plan, Transfer
+from refitd.testing.conformance.world import ROOM, STAGING_BYTES, Contestant, Outcome, World
 
 
 def small_plan() -> Plan:

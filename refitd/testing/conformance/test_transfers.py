@@ -11,10 +11,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from refitd.testing.conformance.contestants import Contestant
-from refitd.testing.conformance.orders import Orders
-from refitd.testing.conformance.transfers import BLOCK_CASTS, CASTS, SIZES, Layout, Maker, Place, Plan
-from refitd.testing.conformance.world import ROOM, STAGING_BYTES, World
+from refitd.testing.conformance.transfers import BLOCK_CASTS, CASTS, SIZES, Layout, Maker, Orders, Place, Plan
+from refitd.testing.conformance.world import ROOM, STAGING_BYTES, Contestant, World
 
 NOTHING = Plan((), 4096)
 SIZES_IN_BYTES = (1, 2, 15, 16, 17, 255, 4097, 65521, 65536, 131071, 131072, 131073, 300_007)

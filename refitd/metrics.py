@@ -1,4 +1,7 @@
-"""A small HTTP server on a separate thread: few connections, short requests, GET only, known Host headers."""
+"""Serve metrics, health and readiness of a process over HTTP, for Prometheus, by a small server on a thread.
+
+The dashboard uses the same server. prometheus_client is imported only where metrics are served.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,32 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
+import os
 import resource
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from refitd import __version__
 from refitd.errors import RefusedError
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics import MetricWrapperBase
+
+# A page is rendered at most this often, and cached between.
+FRESH_S = 0.5
+
+# A loop that has not published for this long hangs. It publishes every second.
+SILENT_S = 10.0
+
+# Limit on label combinations of a metric whose labels peers choose. Further ones are counted together.
+MAX_SERIES = 4096
+OTHER = "other"
 
 # Limits on clients: connections at a time, bytes of a request, seconds from the first to the last byte.
 MAX_CLIENTS = 32
@@ -35,6 +56,131 @@ _STATUS = {
     500: "Internal Server Error",
     503: "Service Unavailable",
 }
+
+S = TypeVar("S")
+M = TypeVar("M", bound="MetricWrapperBase")
+Monitor = TypeVar("Monitor", bound="Endpoint")
+
+
+class Endpoint(Protocol):
+    """Serves a process's metrics."""
+
+    @property
+    def endpoint(self) -> str:
+        """The address on which it listens."""
+
+
+def opened(
+    address: tuple[str, int] | None, make: Callable[[tuple[str, int]], Monitor], log: Callable[..., None]
+) -> Monitor | None:
+    """Open a metrics endpoint by `make(address)`, which alone imports prometheus_client; None without an address."""
+    if address is None:
+        return None
+    keep_apart()
+    monitor = make(address)
+    log("metrics", endpoint=monitor.endpoint)
+    return monitor
+
+
+def keep_apart() -> None:
+    """Keep prometheus_client, which reads this when it is imported, from sharing values through files.
+
+    vLLM sets the variable for its processes, and a process that starts a daemon may have it too.
+    """
+    for variable in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"):
+        os.environ.pop(variable, None)
+
+
+def add_build_info(registry: CollectorRegistry) -> None:
+    """Add the metric that both processes have."""
+    from prometheus_client import Gauge
+
+    info = Gauge("refitd_build_info", "1, with the version of refitd.", ["version"], registry=registry)
+    info.labels(__version__).set(1)
+
+
+class Exporter(Generic[S]):
+    """`/metrics`, `/healthz` and `/readyz` of one process.
+
+    Counters and histograms of `registry` are increased by the process's loop. Gauges are set on the server's thread,
+    by `show`, from the snapshot that the loop published last.
+    """
+
+    def __init__(
+        self, address: tuple[str, int], names: Collection[str], registry: CollectorRegistry, show: Callable[[S], None]
+    ) -> None:
+        """Listen; see HttpServer.
+
+        Raises:
+            RefusedError: the address cannot be listened on.
+        """
+        from prometheus_client import ProcessCollector, disable_created_metrics
+
+        self._registry, self._show = registry, show
+        disable_created_metrics()  # a second series for each counter, without users
+        self._published: tuple[S, str, float] | None = None
+        self._page, self._made_at = Page(b""), -FRESH_S
+        ProcessCollector(registry=registry)
+        routes = {"/metrics": self._metrics, "/healthz": self._health, "/readyz": self._readiness}
+        self._server = HttpServer(address, names, routes, "metrics.endpoint")
+        host, port = self._server.address
+        self.endpoint = f"{f'[{host}]' if ':' in host else host}:{port}"
+
+    def publish(self, snapshot: S, lacks: str) -> None:
+        """Replace the snapshot, which must not change later; `lacks` is why the process is not ready, "" if it is.
+
+        Called by the loop.
+        """
+        self._published = snapshot, lacks, time.monotonic()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.close()
+
+    def _metrics(self) -> Page:
+        from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+        if time.monotonic() - self._made_at >= FRESH_S:
+            if self._published is not None:
+                self._show(self._published[0])
+            self._page = Page(generate_latest(self._registry), content_type=CONTENT_TYPE_LATEST)
+            self._made_at = time.monotonic()
+        return self._page
+
+    def _hangs(self) -> str:
+        if self._published is None:
+            return "it is starting"
+        silent_s = time.monotonic() - self._published[2]
+        return f"its loop has not turned for {silent_s:.0f} s" if silent_s > SILENT_S else ""
+
+    def _health(self) -> Page:
+        return _judged(self._hangs())
+
+    def _readiness(self) -> Page:
+        return _judged(self._hangs() or (self._published[1] if self._published is not None else ""))
+
+
+def _judged(problem: str) -> Page:
+    return Page(f"{problem or 'ok'}\n".encode(errors="replace"), 503 if problem else 200)
+
+
+class Labelled(Generic[M]):
+    """At most MAX_SERIES series of one metric with labels."""
+
+    def __init__(self, metric: M) -> None:
+        self._metric = metric
+        self._series: dict[tuple[str, ...], M] = {}
+
+    def of(self, *values: str) -> M:
+        """Return the series with these label values; beyond the limit, the series whose values are all OTHER."""
+        found = self._series.get(values)
+        if found is None:
+            known = values if len(self._series) < MAX_SERIES else (OTHER,) * len(values)
+            found = self._series.setdefault(known, self._metric.labels(*known))
+        return found
+
+
+# --- the HTTP server --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
