@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from refitd.errors import DeadlineExceeded, RefitdError, TransportError
 from refitd.protocol.reports import StatusReport, TraceReport, TraceSpan
 from refitd_cli import html
 from refitd_cli.output import duration, size
-from refitd_cli.session import ControlClient
 from refitd_cli.traces import TracedProcess, processes
+
+if TYPE_CHECKING:
+    from refitd.client import Client
 
 # Rows of one trace, and bars of one row; the rest is counted.
 MAX_ROWS = 150
@@ -109,7 +112,7 @@ class Opened:
             self._wanted[path] = None
         return found
 
-    def ask(self, client: ControlClient, status: StatusReport) -> None:
+    def ask(self, client: Client, status: StatusReport) -> None:
         """Request the parts that were opened since the last call.
 
         Raises:
@@ -129,7 +132,7 @@ class Opened:
                 self._found.popitem(last=False)
 
 
-def _made(path: str, client: ControlClient, status: StatusReport) -> str:
+def _made(path: str, client: Client, status: StatusReport) -> str:
     kind, name, what = html.words_of(path)
     if kind != PLAN:
         return timeline(client.trace(name, what))

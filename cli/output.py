@@ -38,14 +38,15 @@ def to_json(value: Any) -> dict[str, Any]:
     return found
 
 
-def print_json(value: dict[str, Any]) -> None:
-    """Print one object on one line of stdout."""
-    click.echo(json.dumps(value))  # ASCII: JSON escapes all other characters
+def print_json(value: object) -> None:
+    """Print a report, or an object of reports, on one line of stdout."""
+    click.echo(json.dumps(msgspec.to_builtins(value)))  # ASCII: JSON escapes all other characters
 
 
-def say(text: str, *, err: bool = False) -> None:
-    """Print one line on stdout or stderr, with control characters escaped."""
-    click.echo(printable(text), err=err)
+def say(*lines: str, err: bool = False) -> None:
+    """Print lines on stdout or stderr, with control characters escaped."""
+    for line in lines:
+        click.echo(printable(line), err=err)
 
 
 def json_on_terminal(text: str) -> str:

@@ -4,167 +4,82 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from refitd import config
 from refitd.errors import RefitdError
-from refitd.protocol.plan_reports import ModelDescription, PlanReport
-from refitd.protocol.reports import (
-    DrainReport,
-    EvictReport,
-    ForgetReport,
-    HistoryReport,
-    ModelStatus,
-    ReloadReport,
-    StatusReport,
-    SwapProgress,
-    SwapReport,
-    TraceReport,
-    VerifyReport,
-)
+from refitd.protocol.reports import ModelStatus, StatusReport
+from refitd_cli.output import print_json
+
+if TYPE_CHECKING:
+    from refitd.client import Client
 
 _UID = "refitd.uid"
 
 F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
 
 
-class ControlClient(Protocol):
-    """The part of refitd's client that commands use."""
-
-    def swap(
-        self,
-        model: str,
-        version: int | None = None,
-        *,
-        timeout: float | None = None,
-        queue: bool = False,
-        wait: float = 0.0,
-        on_progress: Callable[[SwapProgress], None] | None = None,
-    ) -> SwapReport:
-        """Make a version live everywhere; raise SwapFailed if it is not."""
-        ...
-
-    def swap_together(
-        self,
-        versions: Mapping[str, int | None],
-        *,
-        timeout: float | None = None,
-        wait: float = 0.0,
-        on_progress: Callable[[SwapProgress], None] | None = None,
-    ) -> dict[str, SwapReport]:
-        """Make versions of several models live by one decision; as `swap`."""
-        ...
-
-    def rollback(
-        self,
-        model: str,
-        version: int | None = None,
-        *,
-        timeout: float | None = None,
-        on_progress: Callable[[SwapProgress], None] | None = None,
-    ) -> SwapReport:
-        """Make an older version live again; as `swap`."""
-        ...
-
-    def history(self, model: str = "", limit: int = 20) -> HistoryReport:
-        """Return the last swaps, the newest first."""
-        ...
-
-    def status(self, *, timeout: float = 30.0) -> StatusReport:
-        """Return the cluster as the coordinator sees it."""
-        ...
-
-    def trace(self, model: str, swap: str = "") -> TraceReport:
-        """Return what every process did in a swap, and when."""
-        ...
-
-    def plan(self, model: str) -> PlanReport:
-        """Return what a swap of `model` would move."""
-        ...
-
-    def describe(self, model: str) -> ModelDescription:
-        """Return what every registered rank of `model` holds."""
-        ...
-
-    def verify(self, model: str, *, timeout: float | None = None) -> VerifyReport:
-        """Check live weights against the digests of the versions that are served."""
-        ...
-
-    def abort(self, model: str, reason: str = "") -> None:
-        """Stop the running swap of `model`."""
-        ...
-
-    def evict(self, model: str, replica: str, rank: int | None = None, reason: str = "") -> EvictReport:
-        """Remove a replica, or one rank of it, from `model`."""
-        ...
-
-    def forget(self, model: str) -> ForgetReport:
-        """Free what dead processes left of `model`."""
-        ...
-
-    def forget_node(self, node: str) -> ForgetReport:
-        """Remove a lost node from the status."""
-        ...
-
-    def reload(self) -> ReloadReport:
-        """Have the coordinator read its list of admitted keys again."""
-        ...
-
-    def drain(
-        self,
-        node: str,
-        *,
-        timeout: float | None = None,
-        wait: bool = True,
-        on_progress: Callable[[SwapProgress], None] | None = None,
-    ) -> DrainReport:
-        """Leave a node out of new swaps; wait for the running ones."""
-        ...
-
-    def resume(self, node: str) -> DrainReport:
-        """Let a drained node take part in swaps again."""
-        ...
-
-    def close(self) -> None:
-        """Close the connection."""
-        ...
-
-
-def connect(address: str | None, timeout: float = 10.0) -> ControlClient:
+def connect(address: str | None, timeout: float = 10.0) -> Client:
     """Connect to the daemon at `address` within `timeout` seconds; raise TransportError if none runs there."""
     import refitd
 
     context = click.get_current_context(silent=True)
     uid = None if context is None else context.meta.get(_UID)
-    client: ControlClient = refitd.connect(address, name="refitctl", timeout=timeout, uid=uid, reconnect=False)
+    client: Client = refitd.connect(address, name="refitctl", timeout=timeout, uid=uid, reconnect=False)
     return client
 
 
 @dataclass(frozen=True)
 class Session:
-    """Click's context object: how commands connect."""
+    """How a command connects to its daemon and prints its result. Click's context object, completed by the options."""
 
-    factory: Callable[[str | None], ControlClient] = connect
+    factory: Callable[[str | None], Client] = connect
+    address: str | None = None
+    as_json: bool = False
+
+    def connect(self) -> Client:
+        """Return a new connection; its user closes it."""
+        return self.factory(self.address)
 
     @contextmanager
-    def client(self, address: str | None) -> Iterator[ControlClient]:
+    def client(self) -> Iterator[Client]:
         """Yield a connected client and close it afterwards."""
-        client = self.factory(address)
+        client = self.connect()
         try:
             yield client
         finally:
             client.close()
 
+    def show(self, report: R, people: Callable[[R], object]) -> None:
+        """Print a report: with --json as one object, else by `people`."""
+        if self.as_json:
+            print_json(report)
+        else:
+            people(report)
 
-def json_option(function: F) -> F:
-    """Add --json."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")(function)
+
+def prints(function: Callable[..., int | None]) -> Callable[..., Any]:
+    """Add --json; the command gets a Session first. It returns its exit status, None for 0."""
+
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+    @click.pass_obj
+    @wraps(function)
+    def run(session: Session, /, *, as_json: bool, address: str | None = None, **given: Any) -> int | None:
+        return function(replace(session, address=address, as_json=as_json), **given)
+
+    return run
+
+
+def asks(function: Callable[..., int | None]) -> Callable[..., Any]:
+    """Add the options that find a daemon, and --json; see `prints`."""
+    return address_option(prints(function))
 
 
 def address_option(function: F) -> F:
@@ -246,7 +161,7 @@ def _named(ctx: click.Context, incomplete: str, names_of: Callable[[ModelStatus]
 def _fitting(ctx: click.Context, incomplete: str, names_of: Callable[[StatusReport], set[str]]) -> list[str]:
     session = ctx.find_object(Session) or Session(partial(connect, timeout=DEADLINE_S))
     try:
-        with ctx.scope(cleanup=False), session.client(ctx.params.get("address")) as client:
+        with ctx.scope(cleanup=False), replace(session, address=ctx.params.get("address")).client() as client:
             status = client.status(timeout=DEADLINE_S)
     except (RefitdError, OSError):
         return []  # a shell that waits for completions cannot show errors

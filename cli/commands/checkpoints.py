@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import click
 
 from refitd_cli.commands.swap import perform
 from refitd_cli.output import bytes_bar, duration, print_json, rate, say, size, to_json
-from refitd_cli.session import Duration, Session, address_option, json_option, model_names
+from refitd_cli.session import Duration, Session, asks, model_names
 
 if TYPE_CHECKING:
-    from refitd.client import Client
+    pass
 
 
 def _part(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, int]:
@@ -59,11 +59,9 @@ def _part(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, i
     metavar="S",
     help="Seconds for memory and admission; with --swap for the swap, too.",
 )
-@address_option
-@json_option
-@click.pass_context
+@asks
 def publish(
-    ctx: click.Context,
+    session: Session,
     model: str,
     folder: Path,
     number: int | None,
@@ -72,19 +70,16 @@ def publish(
     partial: bool,
     swap: bool,
     timeout: float,
-    address: str | None,
-    as_json: bool,
-) -> None:
+) -> int:
     """Make the checkpoint in DIR a version of MODEL; no trainer of MODEL may be attached.
 
     It is read once, into memory of this node's daemon, and stays there until another source of MODEL registers.
     """
     from refitd.checkpoints.publish import publish_checkpoint
 
-    session: Session = ctx.obj
-    with session.client(address) as client, bytes_bar(f"{model}: reading") as on_progress:
+    with session.client() as client, bytes_bar(f"{model}: reading") as on_progress:
         done = publish_checkpoint(
-            cast("Client", client),
+            client,
             model,
             folder,
             version=number,
@@ -95,24 +90,22 @@ def publish(
             timeout=timeout,
             on_progress=on_progress,
         )
-    told = to_json(done)
-    if not as_json:
+    if not session.as_json:
         say(
             f"{model}: version {done.version} is published: {done.tensors} tensors in {done.files} files, "
             f"{size(done.bytes)} in {duration(done.seconds)} ({rate(done.bytes, done.seconds)})"
             + (f"; {done.aside} other entries are left aside" if done.aside else "")
         )
     elif not swap:
-        print_json(told)
+        print_json(done)
     if swap:
-        perform(
-            ctx,
+        return perform(
+            session,
             model,
-            address,
-            as_json,
             lambda client, on_progress: client.swap(model, done.version, timeout=timeout, on_progress=on_progress),
-            {"published": told},
+            {"published": to_json(done)},
         )
+    return 0
 
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -160,11 +153,9 @@ def _size(ctx: click.Context, param: click.Parameter, text: str) -> int:
     metavar="S",
     help="Seconds for bringing one shard here.",
 )
-@address_option
-@json_option
-@click.pass_context
+@asks
 def save(
-    ctx: click.Context,
+    session: Session,
     model: str,
     folder: Path,
     number: int | None,
@@ -172,8 +163,6 @@ def save(
     kind: str,
     shard_bytes: int,
     timeout: float,
-    address: str | None,
-    as_json: bool,
 ) -> None:
     """Write the live version of MODEL as a checkpoint into DIR, completely or not at all.
 
@@ -181,10 +170,9 @@ def save(
     """
     from refitd.checkpoints.save import save_checkpoint
 
-    session: Session = ctx.obj
-    with session.client(address) as client, bytes_bar(f"{model}: saving") as on_progress:
+    with session.client() as client, bytes_bar(f"{model}: saving") as on_progress:
         done = save_checkpoint(
-            cast("Client", client),
+            client,
             model,
             folder,
             version=number,
@@ -194,10 +182,6 @@ def save(
             timeout=timeout,
             on_progress=on_progress,
         )
-    if as_json:
-        print_json(to_json(done))
-        return
-    say(
-        f"{model}: version {done.version} is saved in {done.path}: {done.tensors} tensors in {done.files} files, "
-        f"{size(done.bytes)} in {duration(done.seconds)} ({rate(done.bytes, done.seconds)})"
-    )
+    read = f"{size(done.bytes)} in {duration(done.seconds)} ({rate(done.bytes, done.seconds)})"
+    saved = f"version {done.version} is saved in {done.path}: {done.tensors} tensors in {done.files} files, {read}"
+    session.show(done, lambda _: say(f"{model}: {saved}"))

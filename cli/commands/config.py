@@ -16,9 +16,9 @@ from refitd.protocol import keys
 from refitd.security import coordinator_keys, daemon_keys, node_users
 from refitd.service import check_runtime_dir
 from refitd_cli.group import EXIT_USAGE, Listed
-from refitd_cli.output import print_json, print_table, say, to_json
+from refitd_cli.output import print_table, say
 from refitd_cli.printed import Check, ConfigChecked, ConfigShown
-from refitd_cli.session import config_options, json_option, read_config
+from refitd_cli.session import Session, config_options, prints, read_config
 
 HIDDEN = "(not shown)"
 _STAND_INS = ("node.name", "node.runtime_dir", "coordinator.endpoint", "coordinator.journal")  # "" has a meaning
@@ -32,11 +32,8 @@ def config() -> None:
 @config.command()
 @config_options
 @click.option("--coordinator", "alone", is_flag=True, help="No daemon runs here: leave out what only a daemon needs.")
-@json_option
-@click.pass_context
-def check(
-    ctx: click.Context, path: str | None, runtime_dir: str | None, log_level: str | None, alone: bool, as_json: bool
-) -> None:
+@prints
+def check(session: Session, path: str | None, runtime_dir: str | None, log_level: str | None, alone: bool) -> int:
     """Say whether `refitd serve` and `refitd coordinator` would start with this configuration. Exit 2 if not.
 
     Reads the file, the environment and the keys, as the user that runs it: be the daemon's user. Starts nothing.
@@ -44,18 +41,15 @@ def check(
     found, _ = read_config(path, node__runtime_dir=runtime_dir, log__level=log_level)
     results = tuple(_checks(found, alone))
     valid = all(result.state != "fail" for result in results)
-    if as_json:
-        print_json(to_json(ConfigChecked(valid, results)))
-    else:
-        rows = [("values", "ok", path or "defaults and environment"), *map(msgspec.structs.astuple, results)]
-        print_table("", ("check", "state", "found"), rows)
-    ctx.exit(0 if valid else EXIT_USAGE)
+    rows = [("values", "ok", path or "defaults and environment"), *map(msgspec.structs.astuple, results)]
+    session.show(ConfigChecked(valid, results), lambda _: print_table("", ("check", "state", "found"), rows))
+    return 0 if valid else EXIT_USAGE
 
 
 @config.command()
 @config_options
-@json_option
-def show(path: str | None, runtime_dir: str | None, log_level: str | None, as_json: bool) -> None:
+@prints
+def show(session: Session, path: str | None, runtime_dir: str | None, log_level: str | None) -> None:
     """Print the configuration in force as TOML, each value with the file, variable or flag that has set it.
 
     Empty values are replaced by their defaults. Keys are not shown, only the names of their files.
@@ -65,11 +59,7 @@ def show(path: str | None, runtime_dir: str | None, log_level: str | None, as_js
     for key in _STAND_INS:
         if not getattr(getattr(found, key.partition(".")[0]), key.partition(".")[2]):
             origins.pop(key, None)
-    if as_json:
-        print_json(to_json(ConfigShown(tables, origins)))
-        return
-    for line in as_toml(tables, origins):
-        say(line)
+    session.show(ConfigShown(tables, origins), lambda shown: say(*as_toml(tables, origins)))
 
 
 def in_force(found: Config) -> dict[str, dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import closing, suppress
 from threading import Thread
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,9 +14,12 @@ from refitd.metrics import HttpServer
 from refitd.protocol.reports import StatusReport
 from refitd_cli.dashboard import Pages, Shown
 from refitd_cli.opened import Opened
-from refitd_cli.output import print_json, say, to_json
+from refitd_cli.output import say
 from refitd_cli.printed import DashboardServed
-from refitd_cli.session import ControlClient, Duration, Session, address_option, json_option
+from refitd_cli.session import Duration, Session, asks
+
+if TYPE_CHECKING:
+    from refitd.client import Client
 
 SWAPS = 50
 LOOPBACK = "127.0.0.1"
@@ -32,15 +36,13 @@ CLOSE_S = 5.0
     metavar="S",
     help="Seconds between two questions to the cluster.",
 )
-@address_option
-@json_option
-@click.pass_obj
-def dashboard(session: Session, port: int, interval: float, address: str | None, as_json: bool) -> None:
+@asks
+def dashboard(session: Session, port: int, interval: float) -> None:
     """Serve a page that shows models, replicas (laggards first), plans, swaps and their traces, until Ctrl-C.
 
     The page changes nothing, and is served to this machine alone: on 127.0.0.1, where its other users can read it, too.
     """
-    latest = Latest(session, address)
+    latest = Latest(session)
     latest.refresh()
     try:
         server = HttpServer((LOOPBACK, port), (), Pages(lambda: latest.shown, latest.opened), "--port")
@@ -49,12 +51,9 @@ def dashboard(session: Session, port: int, interval: float, address: str | None,
         raise
     with closing(latest), closing(server), suppress(KeyboardInterrupt):
         url = f"http://{LOOPBACK}:{server.address[1]}/"
-        if as_json:
-            print_json(to_json(DashboardServed(url)))
-        else:
-            say(f"{url} shows the cluster; Ctrl-C ends")
-            if latest.shown.problem:
-                say(f"no answer yet: {latest.shown.problem}", err=True)
+        session.show(DashboardServed(url), lambda _: say(f"{url} shows the cluster; Ctrl-C ends"))
+        if latest.shown.problem:
+            say(f"no answer yet: {latest.shown.problem}", err=True)
         while True:
             time.sleep(interval)
             latest.refresh()
@@ -68,9 +67,9 @@ class Latest:
         opened: the parts that readers have opened.
     """
 
-    def __init__(self, session: Session, address: str | None) -> None:
-        self._session, self._address = session, address
-        self._client: ControlClient | None = None
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._client: Client | None = None
         self.shown = Shown(None, (), time.time())
         self.opened = Opened()
         self._asking = Thread()
@@ -82,7 +81,7 @@ class Latest:
             ConfigError, RefusedError: this program may not ask, or asks in a wrong place.
         """
         try:
-            self._client = self._client or self._session.factory(self._address)
+            self._client = self._client or self._session.connect()
             status, history = self._client.status(), self._client.history("", SWAPS)
         except RefitdError as exc:
             self.close()
@@ -95,7 +94,7 @@ class Latest:
                 self._asking = Thread(target=self._ask, args=(self._client, status), name="refitd-opened", daemon=True)
                 self._asking.start()
 
-    def _ask(self, client: ControlClient, status: StatusReport) -> None:
+    def _ask(self, client: Client, status: StatusReport) -> None:
         """Request opened parts on a separate thread: a large plan takes long and must not delay the status."""
         with suppress(RefitdError):  # a daemon that is away is found by the next question for the status
             self.opened.ask(client, status)

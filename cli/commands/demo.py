@@ -6,14 +6,13 @@ from importlib.util import find_spec
 
 import click
 
-from refitd_cli.session import json_option
+from refitd_cli.session import Session, prints
 
 
 @click.command()
 @click.option("--mxfp8", is_flag=True, help="One engine holds its projections in MXFP8, beside one in bfloat16.")
-@json_option
-@click.pass_context
-def demo(ctx: click.Context, mxfp8: bool, as_json: bool) -> None:
+@prints
+def demo(session: Session, mxfp8: bool) -> int:
     """Train a small sharded model and refit two running engines with it.
 
     Starts a separate daemon in a temporary directory and stops it afterwards. Exit 0 only if every weight
@@ -23,4 +22,4 @@ def demo(ctx: click.Context, mxfp8: bool, as_json: bool) -> None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
     from refitd_cli.demo.run import main
 
-    ctx.exit(main(as_json, mxfp8=mxfp8))
+    return main(session.as_json, mxfp8=mxfp8)

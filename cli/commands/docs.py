@@ -10,9 +10,9 @@ import refitd
 import refitd_cli
 from refitd.errors import ConfigError
 from refitd.text import nearest
-from refitd_cli.output import print_json, print_table, to_json
+from refitd_cli.output import print_table
 from refitd_cli.printed import DocsPrinted
-from refitd_cli.session import json_option
+from refitd_cli.session import Session, prints
 
 FOLDERS = ("docs", "configs")
 
@@ -33,8 +33,8 @@ def pages() -> dict[str, Path]:
 
 @click.command()
 @click.argument("page", required=False)
-@json_option
-def docs(page: str | None, as_json: bool) -> None:
+@prints
+def docs(session: Session, page: str | None) -> None:
     """Print a page of the documentation or an example configuration; without PAGE list them.
 
     For example `refitctl docs runbook`, or `refitctl docs configs/laptop.toml > laptop.toml`.
@@ -42,20 +42,14 @@ def docs(page: str | None, as_json: bool) -> None:
     found = pages()
     if page is None:
         titles = {name: _title(path) for name, path in found.items()}
-        if as_json:
-            print_json(to_json(DocsPrinted(titles)))
-        else:
-            print_table("", ("page", "title"), list(titles.items()))
+        session.show(DocsPrinted(titles), lambda listed: print_table("", ("page", "title"), listed.pages.items()))
         return
     name = page.removeprefix("docs/").partition("#")[0].removesuffix(".md")
     if name not in found:
         near = ", ".join(nearest(name, found, 3))
         raise ConfigError(f"there is no page {page!r}{near and f'; similar: {near}'}; `refitctl docs` lists all")
     text = found[name].read_text()
-    if as_json:
-        print_json(to_json(DocsPrinted({name: _title(found[name])}, text)))
-    else:
-        click.echo(text, nl=False)
+    session.show(DocsPrinted({name: _title(found[name])}, text), lambda printed: click.echo(printed.text, nl=False))
 
 
 def _title(path: Path) -> str:

@@ -12,6 +12,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -23,9 +24,12 @@ from refitd.copy_services.registry import OWN, Offer
 from refitd.daemon.workers import SYSFS, Gpu, cards, lanes_of, visible_gpus
 from refitd.errors import ConfigError, RefitdError
 from refitd_cli.group import EXIT_FAILED
-from refitd_cli.output import print_json, print_table, size, to_json
-from refitd_cli.session import ControlClient, Session, address_option, json_option
+from refitd_cli.output import print_table, size
+from refitd_cli.session import Session, asks
 from refitd_cli.view import problem_lines
+
+if TYPE_CHECKING:
+    from refitd.client import Client
 
 # Descriptors a daemon may need: one per arena, one more for each worker it goes to, two per client.
 WANTED_DESCRIPTORS = 4096
@@ -48,7 +52,7 @@ class CheckResult:
     advice: str = ""
 
 
-def all_findings(connect: Callable[[], ControlClient], address: str | None) -> Iterator[CheckResult]:
+def all_findings(session: Session) -> Iterator[CheckResult]:
     """Run every check, cheapest first."""
     yield python()
     yield torch()
@@ -61,8 +65,8 @@ def all_findings(connect: Callable[[], ControlClient], address: str | None) -> I
     yield network_cards(gpus, SYSFS)
     yield from backends()
     yield from wheels()
-    yield runtime_dir(Path(address) if address else default_runtime_dir())
-    yield daemon(connect)
+    yield runtime_dir(Path(session.address) if session.address else default_runtime_dir())
+    yield daemon(session.connect)
 
 
 def python() -> CheckResult:
@@ -243,7 +247,7 @@ def runtime_dir(path: Path) -> CheckResult:
     return CheckResult(name, "ok", f"{path}: mode {mode:04o}, uid {found.st_uid}")
 
 
-def daemon(connect: Callable[[], ControlClient]) -> CheckResult:
+def daemon(connect: Callable[[], Client]) -> CheckResult:
     """Check that a daemon answers, and a coordinator behind it."""
     try:
         client = connect()
@@ -308,17 +312,12 @@ class DoctorFound(msgspec.Struct, frozen=True):
 
 
 @click.command()
-@address_option
-@json_option
-@click.pass_context
-def doctor(ctx: click.Context, address: str | None, as_json: bool) -> None:
+@asks
+def doctor(session: Session) -> int:
     """Check this machine and the daemon on it. Exit 1 if something keeps refitd from working."""
-    session: Session = ctx.obj
-    findings = tuple(all_findings(lambda: session.factory(address), address))
+    findings = tuple(all_findings(session))
     healthy = all(finding.state != "fail" for finding in findings)
-    if as_json:
-        print_json(to_json(DoctorFound(healthy, findings)))
-    else:
-        rows = ((finding.name, finding.state, finding.found, finding.advice) for finding in findings)
-        print_table("", ("check", "state", "found", "what to do"), rows)
-    ctx.exit(0 if healthy else EXIT_FAILED)
+    rows = ((finding.name, finding.state, finding.found, finding.advice) for finding in findings)
+    columns = ("check", "state", "found", "what to do")
+    session.show(DoctorFound(healthy, findings), lambda _: print_table("", columns, rows))
+    return 0 if healthy else EXIT_FAILED

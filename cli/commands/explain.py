@@ -25,7 +25,7 @@ from refitd_cli.group import EXIT_FAILED, error_object
 from refitd_cli.layouts import manifest_options, read_manifests
 from refitd_cli.output import print_json, rank_ranges, say, size, to_json
 from refitd_cli.printed import BoxSent, Explained, HeldBoxes, TensorExplained
-from refitd_cli.session import json_option
+from refitd_cli.session import Session, prints
 
 if TYPE_CHECKING:
     from refitd.plan.shared import GlobalPlan
@@ -270,10 +270,9 @@ PLANNERS = {
 @manifest_options
 @click.option("--rank", type=click.IntRange(min=0), help="Show the transfers into this rank only.")
 @click.option("--top", type=click.IntRange(min=0), default=8, show_default=True, help="Receiving ranks; 0 shows all.")
-@json_option
-@click.pass_context
+@prints
 def explain(
-    ctx: click.Context,
+    session: Session,
     param: str,
     source: str | None,
     targets: tuple[str, ...],
@@ -281,8 +280,7 @@ def explain(
     collocated: bool,
     rank: int | None,
     top: int,
-    as_json: bool,
-) -> None:
+) -> int:
     """Show the place of PARAM on each side, and its transfers between ranks.
 
     PARAM is a canonical name, or a local one that holds several (a fused qkv). Works on manifests, without a
@@ -304,7 +302,7 @@ def explain(
         plan = plan_copies(rosters)
     except PlanError as error:
         refusal = error
-    if as_json:
+    if session.as_json:
         shown = to_json(Explained(tuple(_object(picture, plan) for picture in found)))
         print_json(shown | (error_object(refusal) if refusal else {}))
     else:
@@ -312,7 +310,7 @@ def explain(
             _show(picture, plan, rank, top)
         if refusal is not None:
             _show_refusal(refusal, [picture.tensor for picture in found])
-    ctx.exit(EXIT_FAILED if refusal is not None else 0)
+    return EXIT_FAILED if refusal is not None else 0
 
 
 def _pieces(picture: Picture, plan: GlobalPlan | None) -> list[SentBox]:

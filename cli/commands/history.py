@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import click
 
 from refitd.errors import ConfigError
-from refitd.protocol.reports import HistoryEntry
-from refitd_cli.output import counted, duration, print_json, print_table, say, share, size, to_json, version
+from refitd.protocol.reports import HistoryEntry, HistoryReport, TraceReport
+from refitd_cli.output import counted, duration, print_table, say, share, size, version
 from refitd_cli.printed import TraceWritten
-from refitd_cli.session import Session, address_option, json_option, model_names
+from refitd_cli.session import Session, asks, model_names
 from refitd_cli.traces import chrome_trace, endpoint_of, send
 from refitd_cli.view import kind
 
@@ -27,12 +28,8 @@ from refitd_cli.view import kind
     metavar="URL",
     help="Send it to this OpenTelemetry collector (OTLP over HTTP, such as http://127.0.0.1:4318); needs refitd[otel].",
 )
-@address_option
-@json_option
-@click.pass_obj
-def trace(
-    session: Session, model: str, swap_id: str, output: str, otlp: str, address: str | None, as_json: bool
-) -> None:
+@asks
+def trace(session: Session, model: str, swap_id: str, output: str, otlp: str) -> None:
     """Write what every process did in a swap of MODEL, and when: open the file in ui.perfetto.dev.
 
     The coordinator and the daemons keep the last 16 swaps since they started; a running swap is shown as far as it is.
@@ -42,7 +39,7 @@ def trace(
         raise click.UsageError("say where the trace goes: -o FILE, or --otlp URL")
     if otlp:
         endpoint_of(otlp)
-    with session.client(address) as client:
+    with session.client() as client:
         report = client.trace(model, swap_id)
     made = chrome_trace(report)
     if output:
@@ -52,14 +49,17 @@ def trace(
             raise ConfigError(f"--output {output!r}: cannot be written: {exc}") from exc
     if otlp:
         send(report, otlp)
+    written = TraceWritten(file=output or None, otlp=otlp or None, **made["otherData"])
+    session.show(written, lambda written: _show_written(written, report))
+
+
+def _show_written(written: TraceWritten, report: TraceReport) -> None:
     errors = [node.error_s for node in report.nodes if node.error_s is not None]
-    if as_json:
-        print_json(to_json(TraceWritten(file=output or None, otlp=otlp or None, **made["otherData"])))
-        return
-    where = " and ".join(filter(None, (f"in {output}" if output else "", f"sent to {otlp}" if otlp else "")))
+    places = (f"in {written.file}" if written.file else "", f"sent to {written.otlp}" if written.otlp else "")
+    where = " and ".join(filter(None, places))
     spans = len(report.phases) + sum(len(node.spans) for node in report.nodes)
     say(
-        f"swap {report.swap} ({model} version {report.version}, {report.outcome or 'running'}): "
+        f"swap {report.swap} ({report.model} version {report.version}, {report.outcome or 'running'}): "
         f"{counted(spans, 'span')} of the coordinator and {counted(len(report.nodes), 'node')} {where}; "
         f"clocks agree within "
         f"{duration(max(errors)) if errors else 'an unknown time'}"
@@ -76,22 +76,20 @@ def trace(
 @click.command()
 @click.argument("model", default="", shell_complete=model_names)
 @click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many.")
-@address_option
-@json_option
-@click.pass_context
-def history(ctx: click.Context, model: str, limit: int, address: str | None, as_json: bool) -> None:
+@asks
+def history(session: Session, model: str, limit: int) -> None:
     """Show the last swaps of MODEL (or of all models), the newest first.
 
     They outlive the coordinator. A swap that stands as "decided" was being committed when it was last heard of.
     "crossed" is what was sent between nodes; "changed" is the share of the weights that had changed, where only that
     was sent.
     """
-    session: Session = ctx.obj
-    with session.client(address) as client:
+    with session.client() as client:
         found = client.history(model, limit)
-    if as_json:
-        print_json(to_json(found))
-        return
+    session.show(found, partial(_show, model=model))
+
+
+def _show(found: HistoryReport, model: str) -> None:
     if not found.swaps:
         say(f"no swap of {model} has been begun" if model else "no swap has been begun")
         return

@@ -8,28 +8,26 @@ from pathlib import Path
 import click
 
 from refitd.protocol import keys
-from refitd_cli.output import print_json, say, to_json
+from refitd.protocol.reports import ReloadReport
+from refitd_cli.output import say
 from refitd_cli.printed import KeyMade
-from refitd_cli.session import Session, address_option, json_option
+from refitd_cli.session import Session, asks, prints
 
 
 @click.command()
 @click.argument("name")
 @click.option("--directory", default=".", metavar="DIR", help="Where the files go; may be new.  [default: here]")
 @click.option("--replace", is_flag=True, help="Write over a key of this name; the old one is lost.")
-@json_option
-def keygen(name: str, directory: str, replace: bool, as_json: bool) -> None:
+@prints
+def keygen(session: Session, name: str, directory: str, replace: bool) -> None:
     """Make NAME.key, which stays with its process, and NAME.pub, which others get.
 
     Daemons and a coordinator that meet over tcp need keys, on one host too. NAME is best the node's.
     """
     pair = keys.generate(name)
     key_file, public_file = keys.write(pair, Path(directory).resolve(), replace=replace)
-    if as_json:
-        print_json(to_json(KeyMade(pair.name, pair.public, str(key_file), str(public_file))))
-        return
-    for line in _advice(pair, key_file, public_file):
-        say(line)
+    made = KeyMade(pair.name, pair.public, str(key_file), str(public_file))
+    session.show(made, lambda _: say(*_advice(pair, key_file, public_file)))
 
 
 def _advice(pair: keys.KeyPair, key_file: Path, public_file: Path) -> Iterator[str]:
@@ -50,28 +48,27 @@ def _advice(pair: keys.KeyPair, key_file: Path, public_file: Path) -> Iterator[s
 
 
 @click.command()
-@address_option
-@json_option
-@click.pass_obj
-def reload(session: Session, address: str | None, as_json: bool) -> None:
+@asks
+def reload(session: Session) -> None:
     """Have the coordinator read its list of admitted keys and the speeds of cables again, without a restart.
 
     These are the files security.allowed and transport.cables. A node whose key was taken off is removed as if it had
     died: its engines stop serving when their lease ends. Plans go by the new speeds from the next swap on. An unusable
     file is refused, and all settings stay. SIGHUP to the coordinator, or to a standalone daemon, has this effect, too.
     """
-    with session.client(address) as client:
+    with session.client() as client:
         report = client.reload()
-    if as_json:
-        print_json(to_json(report))
-        return
+    session.show(report, lambda report: say(*_read_again(report)))
+
+
+def _read_again(report: ReloadReport) -> Iterator[str]:
     if report.cables:
-        say(f"cables: as {report.cables} says")
+        yield f"cables: as {report.cables} says"
     if report.absent:
-        say(f"not here, though the cluster file has their speeds: {', '.join(report.absent)}")
+        yield f"not here, though the cluster file has their speeds: {', '.join(report.absent)}"
     if not report.uses_keys:
-        say("the coordinator uses no keys" + ("" if report.cables else ": there is nothing to read again"))
+        yield "the coordinator uses no keys" + ("" if report.cables else ": there is nothing to read again")
         return
-    say(f"admitted: {', '.join(report.admitted)}")
+    yield f"admitted: {', '.join(report.admitted)}"
     for node in report.removed:
-        say(f"removed: node {node}, whose key is not admitted any more")
+        yield f"removed: node {node}, whose key is not admitted any more"

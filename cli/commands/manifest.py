@@ -16,9 +16,9 @@ from refitd.offline.layouts import Shards
 from refitd.offline.rosters import rosters_of
 from refitd.protocol.plan_reports import ModelDescription
 from refitd.protocol.shards import metadata_of
-from refitd_cli.output import json_on_terminal, print_json, say
+from refitd_cli.output import json_on_terminal, say
 from refitd_cli.printed import ManifestWritten
-from refitd_cli.session import Session, address_option, json_option, model_names, replica_names
+from refitd_cli.session import Session, asks, model_names, replica_names
 
 
 @click.command()
@@ -32,9 +32,7 @@ from refitd_cli.session import Session, address_option, json_option, model_names
 @click.option("--layout", "layout_file", metavar="FILE", help="Instead of MODEL: a layout to write rank by rank.")
 @click.option("--model", "model_file", metavar="FILE", help="The layout's model, over the one it names.")
 @click.option("-o", "--output", metavar="FILE", help="Write there instead of on stdout.")
-@address_option
-@json_option
-@click.pass_obj
+@asks
 def manifest(
     session: Session,
     model: str | None,
@@ -42,8 +40,6 @@ def manifest(
     layout_file: str | None,
     model_file: str | None,
     output: str | None,
-    address: str | None,
-    as_json: bool,
 ) -> None:
     """Write the manifest of a registered MODEL as JSON, for `refitctl plan` and `explain` to read.
 
@@ -57,20 +53,16 @@ def manifest(
             raise click.UsageError("--replica is one of a registered MODEL; a layout has one side")
         found = _expanded(layout_file, model_file)
     else:
-        found = _registered(session, address, model or "", replica)
+        found = _registered(session, model or "", replica)
     if output is not None:
         try:
             Path(output).write_text(to_json(found), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{output}: cannot be written: {error.strerror}; choose another --output FILE") from error
-        if as_json:
-            print_json(msgspec.to_builtins(ManifestWritten(output, len(found.ranks), len(found.shards))))
-        else:
-            say(f"{output}: {len(found.ranks)} ranks, {len(found.shards)} different shards")
-    elif as_json:
-        print_json(msgspec.to_builtins(found))
+        written = ManifestWritten(output, len(found.ranks), len(found.shards))
+        session.show(written, lambda w: say(f"{w.file}: {w.ranks} ranks, {w.shards} different shards"))
     else:
-        click.echo(json_on_terminal(to_json(found)), nl=False)
+        session.show(found, lambda found: click.echo(json_on_terminal(to_json(found)), nl=False))
 
 
 def _expanded(layout_file: str, model_file: str | None) -> Shards:
@@ -78,8 +70,8 @@ def _expanded(layout_file: str, model_file: str | None) -> Shards:
     return shards_of(source.name, rosters_of(source, ()), "source")
 
 
-def _registered(session: Session, address: str | None, model: str, replica: str | None) -> Shards:
-    with session.client(address) as client:
+def _registered(session: Session, model: str, replica: str | None) -> Shards:
+    with session.client() as client:
         found = client.describe(model)
     rosters = list(_rosters(found, replica))
     if not rosters:

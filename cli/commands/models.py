@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import click
 
 from refitd.protocol.reports import ModelStatus
-from refitd_cli.output import print_json, print_table, say, size, to_json, version, versions
-from refitd_cli.session import Session, address_option, json_option
+from refitd_cli.output import print_table, say, size, version, versions
+from refitd_cli.session import Session, asks
 
 NAMED = 4  # replicas of a model in its line; of more, `refitctl watch` has one each
 
 
 @click.command()
-@address_option
-@json_option
-@click.pass_obj
-def models(session: Session, address: str | None, as_json: bool) -> None:
+@asks
+def models(session: Session) -> None:
     """List the models: published versions, and the version of every replica."""
-    with session.client(address) as client:
+    with session.client() as client:
         found = client.status().models
-    if as_json:
-        print_json({"models": [to_json(model) for model in found]})
-    elif not found:
-        say("no models: no trainer and no engine has registered yet")
-    else:
+    session.show({"models": found}, lambda _: _show(found))
+
+
+def _show(found: Sequence[ModelStatus]) -> None:
+    if found:
         columns = ("model", "complete versions", "source ranks", "source bytes", "serving", "auto swap")
-        print_table("", columns, (_row(model) for model in found))
+        print_table("", columns, map(_row, found))
+    else:
+        say("no models: no trainer and no engine has registered yet")
 
 
 def _row(model: ModelStatus) -> tuple[str, ...]:

@@ -11,9 +11,9 @@ import click
 from refitd.errors import ConfigError
 from refitd.protocol.plan_reports import CableTraffic, PairTraffic, ParameterTraffic, PlanReport, Relaying
 from refitd_cli.layouts import ManifestPlan, RankNumbers, manifest_options, planned
-from refitd_cli.output import duration, print_json, print_table, say, size, to_json
+from refitd_cli.output import duration, print_table, say, size
 from refitd_cli.printed import LeastTime, ManifestPlanned, ParameterSent, RankMemory, RankPair, Senders
-from refitd_cli.session import Number, Session, address_option, json_option, model_names
+from refitd_cli.session import Number, Session, asks, model_names
 from refitd_cli.view import PATH_COLUMNS, path_rows
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ SPEED = Number(min=0, min_open=True, max=1e6)
 @click.option(
     "--inter-gbps", type=SPEED, default=50.0, show_default=True, help="The same between nodes (400 Gbit/s are 50)."
 )
-@address_option
-@json_option
-@click.pass_obj
+@asks
 def plan(
     session: Session,
     model: str | None,
@@ -56,8 +54,6 @@ def plan(
     html_file: str | None,
     intra_gbps: float,
     inter_gbps: float,
-    address: str | None,
-    as_json: bool,
 ) -> None:
     """Show what a swap of MODEL would move, per pair of ranks and per parameter. Moves nothing.
 
@@ -70,20 +66,15 @@ def plan(
         if explain:
             raise click.UsageError("--explain needs a MODEL: manifests do not say where tensors are")
         found = planned(source, targets, model_file, collocated)
-        _offline(found, top, html_file, (intra_gbps, inter_gbps), as_json)
+        _offline(found, top, html_file, (intra_gbps, inter_gbps), session)
         return
     if source is not None or targets or model_file is not None or collocated or html_file is not None:
         raise click.UsageError(
             "MODEL asks the daemon; --source, --target, --model, --collocated and --html are for manifests: give one"
         )
-    with session.client(address) as client:
+    with session.client() as client:
         report = client.plan(model)
-    if as_json:
-        print_json(to_json(report))
-    else:
-        _show(report, top)
-        if explain:
-            _explain(report, top)
+    session.show(report, lambda report: _show(report, top, explain))
 
 
 def _explain(report: PlanReport, top: int) -> None:
@@ -108,7 +99,7 @@ def _explain(report: PlanReport, top: int) -> None:
     )
 
 
-def _show(report: PlanReport, top: int) -> None:
+def _show(report: PlanReport, top: int, explain: bool) -> None:
     pairs: Sequence[PairTraffic] = sorted(report.pairs, key=lambda pair: -pair.bytes)
     shown = pairs[: top or None]
     print_table(
@@ -142,6 +133,8 @@ def _show(report: PlanReport, top: int) -> None:
             f"{size(report.converted_bytes)} of it are converted where they arrive; targets hold "
             f"{size(report.held_bytes)}, and {size(report.staging_bytes)} while staging"
         )
+    if explain:
+        _explain(report, top)
 
 
 def _show_relays(relays: Relaying, top: int) -> None:
@@ -191,7 +184,9 @@ def _title(what: str, shown: int, total: int) -> str:
     return what if shown == total else f"{what} (the largest {shown} of {total}; --top 0 shows all)"
 
 
-def _offline(found: ManifestPlan, top: int, html_file: str | None, speeds: tuple[float, float], as_json: bool) -> None:
+def _offline(
+    found: ManifestPlan, top: int, html_file: str | None, speeds: tuple[float, float], session: Session
+) -> None:
     """Show a plan between manifests."""
     from refitd.plan.cost import traffic_of
     from refitd_cli.cost import Links, balance_of, estimate, in_a_swap, memory_of
@@ -204,9 +199,15 @@ def _offline(found: ManifestPlan, top: int, html_file: str | None, speeds: tuple
     facts = _facts(found, traffic, moved, balance, least, speeds)
     if html_file is not None:
         _write_heat_map(html_file, found, traffic, facts)
-    if as_json:
-        print_json(to_json(_object(found, traffic, moved, balance, memory, least)))
-        return
+    result = _object(found, traffic, moved, balance, memory, least)
+    session.show(result, lambda _: _show_offline(found, traffic, memory, facts, top))
+    if html_file is not None and not session.as_json:
+        say(f"heat map: {html_file}")
+
+
+def _show_offline(
+    found: ManifestPlan, traffic: Traffic, memory: Sequence[Memory], facts: Sequence[str], top: int
+) -> None:
     from refitd_cli.heatmap import matrix_of, text_matrix
 
     title, columns, rows = text_matrix(matrix_of(traffic, found.rosters, found.sides), found.sides)
@@ -214,10 +215,7 @@ def _offline(found: ManifestPlan, top: int, html_file: str | None, speeds: tuple
     _show_parameters(traffic.largest_tensors(), top)
     _show_memory(memory, found.sides, top)
     _show_unused(found.plan.unused_sources, top)
-    for fact in facts:
-        say(fact)
-    if html_file is not None:
-        say(f"heat map: {html_file}")
+    say(*facts)
 
 
 def _facts(

@@ -17,29 +17,26 @@ from refitd_cli.session import config_options, load_config
     metavar="N",
     help='Write "ready" and a newline to descriptor N once clients can connect.',
 )
-@click.pass_context
 def serve(
-    ctx: click.Context,
     path: str | None,
     runtime_dir: str | None,
     log_level: str | None,
     workers: int | None,
     standalone: bool,
     ready_fd: int | None,
-) -> None:
+) -> int:
     """Run this node's daemon until SIGTERM or SIGINT. It logs to stderr."""
     config = load_config(path, node__runtime_dir=runtime_dir, node__workers=workers, log__level=log_level)
     from refitd import daemon
 
-    ctx.exit(daemon.run(config, standalone=standalone, ready_fd=ready_fd))
+    return daemon.run(config, standalone=standalone, ready_fd=ready_fd)
 
 
 @click.command()
 @config_options
-@click.pass_context
-def coordinator(ctx: click.Context, path: str | None, runtime_dir: str | None, log_level: str | None) -> None:
+def coordinator(path: str | None, runtime_dir: str | None, log_level: str | None) -> int:
     """Run the coordinator until SIGTERM or SIGINT. It logs to stderr."""
     config = load_config(path, node__runtime_dir=runtime_dir, log__level=log_level)
     from refitd.coordinator import run
 
-    ctx.exit(run(config))
+    return run(config)

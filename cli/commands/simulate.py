@@ -11,9 +11,9 @@ import click
 
 from refitd.errors import ConfigError
 from refitd_cli.layouts import manifest_options, planned
-from refitd_cli.output import duration, print_json, print_table, rank_ranges, say, size, to_json
+from refitd_cli.output import duration, print_table, rank_ranges, say, size
 from refitd_cli.printed import Simulated, SimulatedCable, SimulatedPhase, SimulatedRoute
-from refitd_cli.session import Number, json_option
+from refitd_cli.session import Number, Session, prints
 
 if TYPE_CHECKING:
     from refitd.clusters import ClusterSpeeds
@@ -44,8 +44,9 @@ EXPLAINED = {
 )
 @click.option("--top", type=click.IntRange(min=1, max=1000), default=8, show_default=True, help="Busiest cables shown.")
 @click.option("-o", "--trace", "trace_file", metavar="FILE", help="Write a trace for Perfetto (ui.perfetto.dev).")
-@json_option
+@prints
 def simulate(
+    session: Session,
     source: str | None,
     targets: tuple[str, ...],
     model_file: str | None,
@@ -55,7 +56,6 @@ def simulate(
     changed: float,
     top: int,
     trace_file: str | None,
-    as_json: bool,
 ) -> None:
     """Predict how long a refit takes on a cluster, and which cables limit it.
 
@@ -73,12 +73,8 @@ def simulate(
     predictions = [simulation.run(FanOut(r), changed=changed, top=top) for r in ROUTES if r in (routes or ROUTES)]
     if trace_file is not None:
         _write_trace(trace_file, predictions)
-    if as_json:
-        print_json(to_json(_object(found, cluster, changed, predictions)))
-    else:
-        _show(found, cluster, changed, predictions)
-        if trace_file is not None:
-            say(f"trace: {trace_file}")
+    result = _object(found, cluster, changed, predictions)
+    session.show(result, lambda _: _show(found, cluster, changed, predictions, trace_file))
 
 
 def _write_trace(file: str, predictions: list[Prediction]) -> None:
@@ -117,7 +113,9 @@ def trace(predictions: Iterable[Prediction]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _show(found: ManifestPlan, cluster: ClusterSpeeds, changed: float, predictions: list[Prediction]) -> None:
+def _show(
+    found: ManifestPlan, cluster: ClusterSpeeds, changed: float, predictions: list[Prediction], trace_file: str | None
+) -> None:
     print_table(
         f"a swap on {cluster.name}",
         ("route", ">time", ">between nodes", ">from sources", "limited by", ">busy"),
@@ -154,6 +152,8 @@ def _show(found: ManifestPlan, cluster: ClusterSpeeds, changed: float, predictio
         say(f"deltas: {changed:.3%} of the elements changed")
     if cluster.note:
         say(f"assumed: {cluster.note}")
+    if trace_file is not None:
+        say(f"trace: {trace_file}")
 
 
 def _object(found: ManifestPlan, cluster: ClusterSpeeds, changed: float, predictions: list[Prediction]) -> Simulated:

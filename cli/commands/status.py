@@ -14,13 +14,15 @@ from msgspec import structs
 from refitd.errors import RefusedError, TransportError
 from refitd.protocol.reports import StatusReport
 from refitd.text import printable
-from refitd_cli.output import Grid, bar_columns, bar_fields, console, print_json, say, takes_escapes, to_json
-from refitd_cli.session import ControlClient, Duration, Session, address_option, json_option, model_names, node_names
+from refitd_cli.output import Grid, bar_columns, bar_fields, console, say, takes_escapes
+from refitd_cli.session import Duration, Session, asks, model_names, node_names
 from refitd_cli.view import NO_MODELS, print_parts, screen_parts, status_parts
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.progress import TaskID
+
+    from refitd.client import Client
 
 
 RETRY_S = 1.0  # how often a daemon that is away is looked for, at least
@@ -47,17 +49,13 @@ DAY_S = 86400.0
     metavar="S",
     help="Seconds that a daemon which was there may be away, while it is restarted.",
 )
-@address_option
-@json_option
-@click.pass_obj
+@asks
 def watch(
     session: Session,
     model: str | None,
     interval: float,
     count: int | None,
     wait_s: float,
-    address: str | None,
-    as_json: bool,
 ) -> None:
     """Show the status, of MODEL alone if one is given, and keep it fresh until Ctrl-C.
 
@@ -65,8 +63,8 @@ def watch(
     """
     with (
         suppress(KeyboardInterrupt),
-        closing(refreshes(session, address, interval, wait_s)) as results,
-        _display(as_json, model, interval) as display,
+        closing(refreshes(session, interval, wait_s)) as results,
+        _display(session, model, interval) as display,
     ):
         shown = 0
         for found in results:
@@ -79,21 +77,19 @@ def watch(
                 return
 
 
-def refreshes(
-    session: Session, address: str | None, interval_s: float, wait_s: float
-) -> Generator[StatusReport | TransportError]:
+def refreshes(session: Session, interval_s: float, wait_s: float) -> Generator[StatusReport | TransportError]:
     """Yield the status every `interval_s` seconds; while the daemon is away, the error that says so.
 
     Raises:
         TransportError: there was no daemon to begin with, or one has been away for more than `wait_s` seconds.
     """
-    client: ControlClient | None = None
+    client: Client | None = None
     seen = False
     gone_at: float | None = None
     try:
         while True:
             try:
-                client = client or session.factory(address)
+                client = client or session.connect()
                 report = client.status()
             except TransportError as exc:
                 if client is not None:
@@ -131,18 +127,18 @@ class Display(Protocol):
 class Printed:
     """Prints refreshes below each other: tables, or one JSON object per line. Reports a lost daemon once, on stderr."""
 
-    def __init__(self, as_json: bool, model: str | None) -> None:
-        self._as_json, self._model = as_json, model
+    def __init__(self, session: Session, model: str | None) -> None:
+        self._session, self._model = session, model
         self._waits = False
 
     def show(self, report: StatusReport) -> None:
         """Print one status."""
         self._waits = False
-        if self._as_json:
-            print_json(to_json(report))
-        else:
-            say(f"--- {_clock()}")
-            print_parts(status_parts(report, _nothing(self._model)))
+        self._session.show(report, self._print)
+
+    def _print(self, report: StatusReport) -> None:
+        say(f"--- {_clock()}")
+        print_parts(status_parts(report, _nothing(self._model)))
 
     def wait(self, why: TransportError) -> None:
         """Print the error if it is a new one."""
@@ -194,9 +190,9 @@ class Screen:
 
 
 @contextmanager
-def _display(as_json: bool, model: str | None, interval_s: float) -> Iterator[Display]:
-    if as_json or not takes_escapes(sys.stdout) or (terminal := console()).is_dumb_terminal:
-        yield Printed(as_json, model)
+def _display(session: Session, model: str | None, interval_s: float) -> Iterator[Display]:
+    if session.as_json or not takes_escapes(sys.stdout) or (terminal := console()).is_dumb_terminal:
+        yield Printed(session, model)
         return
     screen = Screen(terminal, model, interval_s)
     with screen.live:
@@ -259,16 +255,9 @@ def _on(report: StatusReport, node: str | None) -> StatusReport:
 @click.argument("model", required=False, shell_complete=model_names)
 @click.option("--node", metavar="NAME", shell_complete=node_names, help="Only this node, and the ranks on it.")
 @click.option("--events", "with_events", is_flag=True, help="Also the last events of each swap and each target rank.")
-@address_option
-@json_option
-@click.pass_obj
-def status(
-    session: Session, model: str | None, node: str | None, address: str | None, as_json: bool, with_events: bool
-) -> None:
+@asks
+def status(session: Session, model: str | None, node: str | None, with_events: bool) -> None:
     """Show the cluster, or only MODEL, as the coordinator sees it."""
-    with session.client(address) as client:
+    with session.client() as client:
         report = _on(_only(client.status(), model), node)
-    if as_json:
-        print_json(to_json(report))
-    else:
-        print_parts(status_parts(report, _nothing(model), with_events=with_events))
+    session.show(report, lambda report: print_parts(status_parts(report, _nothing(model), with_events=with_events)))

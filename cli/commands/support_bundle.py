@@ -13,9 +13,9 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -24,9 +24,12 @@ from refitd.errors import ConfigError, RefitdError
 from refitd.files import open_regular
 from refitd_cli.commands.config import as_toml, in_force
 from refitd_cli.commands.doctor import all_findings
-from refitd_cli.output import print_json, print_table, say, size, to_json
+from refitd_cli.output import print_table, say, size, to_json
 from refitd_cli.printed import BundleItem, BundleWritten
-from refitd_cli.session import ControlClient, Session, address_option, json_option, read_config
+from refitd_cli.session import Session, asks, read_config
+
+if TYPE_CHECKING:
+    from refitd.client import Client
 
 MAX_ITEM_BYTES = 4_000_000
 MAX_LOGS = 16
@@ -45,9 +48,8 @@ class Item:
 
 
 def collected(
-    connect: Callable[[], ControlClient],
+    session: Session,
     read: Callable[[], tuple[Config, dict[str, str]]],
-    address: str | None,
     logs: Sequence[str],
     unit: str,
 ) -> list[Item]:
@@ -56,10 +58,10 @@ def collected(
         raise ConfigError(f"--log is given {len(logs)} times, at most {MAX_LOGS}; give the newest")
     found = [
         _item("versions.json", "versions of Python, the kernel and packages", lambda: _json(_versions())),
-        _item("doctor.json", "what `refitctl doctor` finds", lambda: _json(_doctor(connect, address))),
+        _item("doctor.json", "what `refitctl doctor` finds", lambda: _json(_doctor(session))),
         _item("config.toml", "the configuration, and where each value comes from", lambda: _config(read)),
-        _item("status.json", "what `refitctl status --json` says", lambda: _asked(connect, lambda c: c.status())),
-        _item("history.json", f"the last {HISTORY} swaps", lambda: _asked(connect, lambda c: c.history("", HISTORY))),
+        _item("status.json", "what `refitctl status --json` says", lambda: _asked(session, lambda c: c.status())),
+        _item("history.json", f"the last {HISTORY} swaps", lambda: _asked(session, lambda c: c.history("", HISTORY))),
         _item("journal.log", f"the last {JOURNAL_LINES} lines of unit {unit}", lambda: _journal(unit)),
         *(
             _item(f"log-{number}-{Path(path).name[:80]}", f"the end of {path}", partial(_end, path))
@@ -139,8 +141,8 @@ def _versions() -> dict[str, object]:
     }
 
 
-def _doctor(connect: Callable[[], ControlClient], address: str | None) -> list[dict[str, object]]:
-    return [dataclasses.asdict(finding) for finding in all_findings(connect, address)]
+def _doctor(session: Session) -> list[dict[str, object]]:
+    return [dataclasses.asdict(finding) for finding in all_findings(session)]
 
 
 def _config(read: Callable[[], tuple[Config, dict[str, str]]]) -> bytes:
@@ -148,8 +150,8 @@ def _config(read: Callable[[], tuple[Config, dict[str, str]]]) -> bytes:
     return ("\n".join(as_toml(in_force(found), origins)) + "\n").encode()
 
 
-def _asked(connect: Callable[[], ControlClient], ask: Callable[[ControlClient], object]) -> bytes:
-    with closing(connect()) as client:
+def _asked(session: Session, ask: Callable[[Client], object]) -> bytes:
+    with session.client() as client:
         return _json(to_json(ask(client)))
 
 
@@ -174,28 +176,26 @@ def _end(path: str) -> bytes:
 @click.option("--config", "config_file", metavar="FILE", help="The daemon's configuration; without its keys.")
 @click.option("--log", "logs", multiple=True, metavar="FILE", help="A log; its end is taken. May be given again.")
 @click.option("--unit", default="refitd", show_default=True, help="The systemd unit whose journal is asked.")
-@address_option
-@json_option
-@click.pass_obj
+@asks
 def support_bundle(
     session: Session,
     output: str | None,
     config_file: str | None,
     logs: tuple[str, ...],
     unit: str,
-    address: str | None,
-    as_json: bool,
 ) -> None:
     """Collect versions, checks, configuration, status, histories and log ends in one archive, and say what is in it.
 
     It holds names of hosts, users, models and tensors, and paths; no keys and no weights. Missing items (a daemon that
     is down) are noted in it. At most 4 MB are taken of each item.
     """
-    items = collected(lambda: session.factory(address), lambda: read_config(config_file), address, logs, unit)
+    items = collected(session, lambda: read_config(config_file), logs, unit)
     path = write(items, output)
     rows = tuple(BundleItem(item.name, len(item.content), item.note) for item in items)
-    if as_json:
-        print_json(to_json(BundleWritten(str(path), rows)))
-        return
-    print_table("", ("item", ">bytes", "what it is"), ((row.name, size(row.bytes), row.note) for row in rows))
-    say(f"{path}: look through it before you pass it on; it names hosts, users, models and paths")
+    session.show(BundleWritten(str(path), rows), _show)
+
+
+def _show(written: BundleWritten) -> None:
+    rows = ((item.name, size(item.bytes), item.note) for item in written.items)
+    print_table("", ("item", ">bytes", "what it is"), rows)
+    say(f"{written.file}: look through it before you pass it on; it names hosts, users, models and paths")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,7 +14,10 @@ from refitd.states import MemberState, SwapOutcome
 from refitd_cli.group import EXIT_FAILED, error_object
 from refitd_cli.output import duration, print_json, print_table, rate, say, share, size, swap_bar, to_json, version
 from refitd_cli.printed import SwapAborted
-from refitd_cli.session import ControlClient, Duration, Session, address_option, json_option, model_names
+from refitd_cli.session import Duration, Session, asks, model_names
+
+if TYPE_CHECKING:
+    from refitd.client import Client
 
 EXIT_INTERRUPTED = 130
 BLAMED = {MemberState.LOST, MemberState.FAILED, MemberState.LATE, MemberState.POISONED}
@@ -41,20 +44,16 @@ BLAMED = {MemberState.LOST, MemberState.FAILED, MemberState.LATE, MemberState.PO
     metavar="S",
     help="Seconds to wait for missing ranks and for the version.",
 )
-@address_option
-@json_option
-@click.pass_context
+@asks
 def swap(
-    ctx: click.Context,
+    session: Session,
     model: str,
     number: int | None,
     timeout: float | None,
     others: tuple[str, ...],
     queue: bool,
     wait_s: float,
-    address: str | None,
-    as_json: bool,
-) -> None:
+) -> int:
     """Bring a published version of MODEL into every replica: all of them or none.
 
     Exit 0 only if every rank of every replica serves the version that is printed.
@@ -62,39 +61,35 @@ def swap(
     if others:
         if queue:
             raise click.UsageError("--queue and --with exclude each other")
-        _perform_together(ctx, {model: number} | dict(map(_parsed, others)), timeout, wait_s, address, as_json)
-        return
+        return _perform_together(session, {model: number} | dict(map(_parsed, others)), timeout, wait_s)
 
-    def ask(client: ControlClient, on_progress: Callable[[SwapProgress], None] | None) -> SwapReport:
+    def ask(client: Client, on_progress: Callable[[SwapProgress], None] | None) -> SwapReport:
         return client.swap(model, number, timeout=timeout, queue=queue, wait=wait_s, on_progress=on_progress)
 
-    perform(ctx, model, address, as_json, ask)
+    return perform(session, model, ask)
 
 
 def perform(
-    ctx: click.Context,
+    session: Session,
     model: str,
-    address: str | None,
-    as_json: bool,
-    ask: Callable[[ControlClient, Callable[[SwapProgress], None] | None], SwapReport],
+    ask: Callable[[Client, Callable[[SwapProgress], None] | None], SwapReport],
     told: Mapping[str, Any] | None = None,
-) -> None:
-    """Run a swap, show its progress and outcome, and exit; `told` is put beside the report's fields in JSON."""
-    session: Session = ctx.obj
+) -> int:
+    """Run a swap, show its progress and outcome, return the exit status; `told` joins the report's fields in JSON."""
     error: SwapFailed | None = None
-    with session.client(address) as client, swap_bar(model) as on_progress:
+    with session.client() as client, swap_bar(model) as on_progress:
         try:
             report = ask(client, on_progress)
         except SwapFailed as exc:
             report, error = exc.report, exc
         except KeyboardInterrupt:
             say(f"no longer watching; see refitctl status, or stop the swap: refitctl abort {model}", err=True)
-            ctx.exit(EXIT_INTERRUPTED)
-    if as_json:
+            return EXIT_INTERRUPTED
+    if session.as_json:
         print_json(_as_object(report, error) | dict(told or {}))
     else:
         _show(report)
-    ctx.exit(0 if report.outcome == SwapOutcome.COMMITTED and error is None else EXIT_FAILED)
+    return 0 if report.outcome == SwapOutcome.COMMITTED and error is None else EXIT_FAILED
 
 
 def _parsed(text: str) -> tuple[str, int | None]:
@@ -107,29 +102,26 @@ def _parsed(text: str) -> tuple[str, int | None]:
 
 
 def _perform_together(
-    ctx: click.Context,
+    session: Session,
     versions: dict[str, int | None],
     timeout: float | None,
     wait_s: float,
-    address: str | None,
-    as_json: bool,
-) -> None:
-    """Swap several models by one decision, show the outcome of each, and exit."""
-    session: Session = ctx.obj
+) -> int:
+    """Swap several models by one decision, show the outcome of each, and return the exit status."""
     error: SwapFailed | None = None
     reports: list[SwapReport] = []
-    with session.client(address) as client, swap_bar(", ".join(versions)) as on_progress:
+    with session.client() as client, swap_bar(", ".join(versions)) as on_progress:
         try:
             reports = [*client.swap_together(versions, timeout=timeout, wait=wait_s, on_progress=on_progress).values()]
         except SwapFailed as exc:
             reports, error = [*exc.together], exc
-    if as_json:
+    if session.as_json:
         failed = {} if error is None else error_object(error)
         print_json({"models": [to_json(report) for report in reports]} | failed)
     else:
         for report in reports:
             _show(report)
-    ctx.exit(0 if error is None else EXIT_FAILED)
+    return 0 if error is None else EXIT_FAILED
 
 
 def culprits(report: SwapReport) -> list[str]:
@@ -222,21 +214,17 @@ def _row(member: MemberReport) -> tuple[str, ...]:
 @click.argument("model", shell_complete=model_names)
 @click.option("--version", "number", type=click.IntRange(min=0), help="[default: the one before the live one]")
 @click.option("--timeout", type=Duration(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
-@address_option
-@json_option
-@click.pass_context
-def rollback(
-    ctx: click.Context, model: str, number: int | None, timeout: float | None, address: str | None, as_json: bool
-) -> None:
+@asks
+def rollback(session: Session, model: str, number: int | None, timeout: float | None) -> int:
     """Return MODEL to a version that was live before, in every replica or in none.
 
     Every source rank must hold it still: it is staged and verified like any other (`refitctl history` lists them).
     """
 
-    def ask(client: ControlClient, on_progress: Callable[[SwapProgress], None] | None) -> SwapReport:
+    def ask(client: Client, on_progress: Callable[[SwapProgress], None] | None) -> SwapReport:
         return client.rollback(model, number, timeout=timeout, on_progress=on_progress)
 
-    perform(ctx, model, address, as_json, ask)
+    return perform(session, model, ask)
 
 
 @click.command()
@@ -247,17 +235,13 @@ def rollback(
     show_default=True,
     help="Shown to clients that wait for the swap.",
 )
-@address_option
-@json_option
-@click.pass_obj
-def abort(session: Session, model: str, reason: str, address: str | None, as_json: bool) -> None:
+@asks
+def abort(session: Session, model: str, reason: str) -> None:
     """Stop the running swap of MODEL; the version that serves now keeps serving.
 
     A swap whose commit is decided cannot be stopped; the command then says so.
     """
-    with session.client(address) as client:
+    with session.client() as client:
         client.abort(model, reason)
-    if as_json:
-        print_json(to_json(SwapAborted(model, aborted=True, reason=reason)))
-    else:
-        say(f"{model}: swap aborted ({reason})")
+    aborted = SwapAborted(model, aborted=True, reason=reason)
+    session.show(aborted, lambda _: say(f"{model}: swap aborted ({reason})"))

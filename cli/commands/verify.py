@@ -7,29 +7,23 @@ import click
 from refitd.protocol.reports import Difference, MemberProof, VerifyReport
 from refitd.states import ProofState
 from refitd_cli.group import EXIT_FAILED
-from refitd_cli.output import duration, print_json, print_table, say, size, to_json, version
-from refitd_cli.session import Duration, Session, address_option, json_option, model_names
+from refitd_cli.output import duration, print_table, say, size, version
+from refitd_cli.session import Duration, Session, asks, model_names
 
 
 @click.command()
 @click.argument("model", shell_complete=model_names)
 @click.option("--timeout", type=Duration(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
-@address_option
-@json_option
-@click.pass_context
-def verify(ctx: click.Context, model: str, timeout: float | None, address: str | None, as_json: bool) -> None:
+@asks
+def verify(session: Session, model: str, timeout: float | None) -> int:
     """Check the live weights of every replica of MODEL against the digest of the version that it serves.
 
     Engines continue to serve. Exit 0 only if every rank that serves a version is proven to hold it, byte for byte.
     """
-    session: Session = ctx.obj
-    with session.client(address) as client:
+    with session.client() as client:
         report = client.verify(model, timeout=timeout)
-    if as_json:
-        print_json(to_json(report))
-    else:
-        _show(report)
-    ctx.exit(0 if report.outcome == ProofState.PROVEN else EXIT_FAILED)
+    session.show(report, _show)
+    return 0 if report.outcome == ProofState.PROVEN else EXIT_FAILED
 
 
 def _show(report: VerifyReport) -> None:

@@ -6,14 +6,17 @@ import re
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from refitd.errors import DeadlineExceeded, TransportError
 from refitd.protocol.reports import ModelStatus, StatusReport
-from refitd_cli.output import counted, print_json, say, to_json, version
-from refitd_cli.session import ControlClient, Duration, Session, address_option, json_option, model_names
+from refitd_cli.output import counted, say, version
+from refitd_cli.session import Duration, Session, asks, model_names
+
+if TYPE_CHECKING:
+    from refitd.client import Client
 
 PAUSE_S = 0.1
 
@@ -53,10 +56,8 @@ class GoalParam(click.ParamType):  # type: ignore[type-arg]  # not generic in cl
     "replica serves version N or a newer one.  replicas=N: N replicas have all their ranks.  [default: ready]",
 )
 @click.option("--timeout", type=Duration(min=0), default=60.0, show_default=True, metavar="S", help="Seconds to wait.")
-@address_option
-@json_option
-@click.pass_obj
-def wait(session: Session, model: str | None, goal: Goal, timeout: float, address: str | None, as_json: bool) -> None:
+@asks
+def wait(session: Session, model: str | None, goal: Goal, timeout: float) -> None:
     """Wait until this node, or MODEL, is ready, serves a version or has its replicas.
 
     Also waits for a daemon that is still starting. Exit 1 if the time is over; the message tells what is missing.
@@ -64,21 +65,17 @@ def wait(session: Session, model: str | None, goal: Goal, timeout: float, addres
     if model is None and goal.kind != "ready":
         raise click.UsageError(f"--for {goal.kind}= needs a MODEL")
     deadline = time.monotonic() + timeout
-    report = _reached(session, address, model, goal, deadline, timeout)
-    if as_json:
-        print_json(to_json(report))
-    else:
-        say(f"ready: {counted(len(report.nodes), 'node')}" if model is None else f"{model}: {_words(goal)}")
+    report = _reached(session, model, goal, deadline, timeout)
+    reached = f"ready: {counted(len(report.nodes), 'node')}" if model is None else f"{model}: {_words(goal)}"
+    session.show(report, lambda _: say(reached))
 
 
-def _reached(
-    session: Session, address: str | None, model: str | None, goal: Goal, deadline: float, timeout: float
-) -> StatusReport:
-    client: ControlClient | None = None
+def _reached(session: Session, model: str | None, goal: Goal, deadline: float, timeout: float) -> StatusReport:
+    client: Client | None = None
     try:
         while True:
             try:
-                client = client or session.factory(address)
+                client = client or session.connect()
                 report = client.status(timeout=max(1.0, deadline - time.monotonic()))
                 lacks = missing(report, model, goal)
                 if not lacks:

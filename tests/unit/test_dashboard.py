@@ -159,7 +159,7 @@ class Flaky(FakeClient):
 
 def test_a_daemon_that_is_away_leaves_what_was_shown_and_says_so():
     client = Flaky()
-    latest = Latest(Session(lambda _: client), None)
+    latest = Latest(Session(lambda _: client))
     latest.refresh()
     first = latest.shown
     client.away = True
@@ -175,7 +175,7 @@ def test_a_daemon_that_is_away_leaves_what_was_shown_and_says_so():
 def test_the_page_starts_while_no_daemon_answers():
     client = Flaky()
     client.away = True
-    latest = Latest(Session(lambda _: client), None)
+    latest = Latest(Session(lambda _: client))
     latest.refresh()
     assert "No answer yet; tried at" in fragment(latest.shown) and "no coordinator answers" in fragment(latest.shown)
     client.away = False
@@ -183,7 +183,7 @@ def test_the_page_starts_while_no_daemon_answers():
     assert "serving" in fragment(latest.shown) and "No answer" not in fragment(latest.shown)
     client.status_result = RefusedError("not admitted")
     with pytest.raises(RefusedError):
-        Latest(Session(lambda _: client), None).refresh()
+        Latest(Session(lambda _: client)).refresh()
 
 
 def test_a_plan_that_takes_long_does_not_keep_the_status_from_being_asked():
@@ -195,7 +195,7 @@ def test_a_plan_that_takes_long_does_not_keep_the_status_from_being_asked():
             assert goes_on.wait(30)
             return super().plan(model)
 
-    latest = Latest(Session(lambda _: Slow()), None)
+    latest = Latest(Session(lambda _: Slow()))
     where = path("plan", "policy", "v")
     latest.opened.part(where)
     latest.refresh()
