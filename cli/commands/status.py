@@ -1,10 +1,11 @@
-"""refitctl status and watch: nodes, links, models, versions and running swaps, once or refreshed."""
+"""refitctl status, watch and models: nodes, links, models, versions and running swaps, once or refreshed."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,9 +13,20 @@ import click
 from msgspec import structs
 
 from refitd.errors import RefusedError, TransportError
-from refitd.protocol.reports import StatusReport
+from refitd.protocol.reports import ModelStatus, StatusReport
 from refitd.text import printable
-from refitd_cli.output import Grid, bar_columns, bar_fields, console, say, takes_escapes
+from refitd_cli.output import (
+    Grid,
+    bar_columns,
+    bar_fields,
+    console,
+    print_table,
+    say,
+    size,
+    takes_escapes,
+    version,
+    versions,
+)
 from refitd_cli.session import Duration, Session, asks, model_names, node_names
 from refitd_cli.view import NO_MODELS, print_parts, screen_parts, status_parts
 
@@ -23,7 +35,6 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from refitd.client import Client
-
 
 RETRY_S = 1.0  # how often a daemon that is away is looked for, at least
 DAY_S = 86400.0
@@ -261,3 +272,47 @@ def status(session: Session, model: str | None, node: str | None, with_events: b
     with session.client() as client:
         report = _on(_only(client.status(), model), node)
     session.show(report, lambda report: print_parts(status_parts(report, _nothing(model), with_events=with_events)))
+
+
+NAMED = 4  # replicas of a model in its line; of more, `refitctl watch` has one each
+
+
+@click.command()
+@asks
+def models(session: Session) -> None:
+    """List the models: published versions, and the version of every replica."""
+    with session.client() as client:
+        found = client.status().models
+    session.show({"models": found}, lambda _: _show(found))
+
+
+def _show(found: Sequence[ModelStatus]) -> None:
+    if found:
+        columns = ("model", "complete versions", "source ranks", "source bytes", "serving", "auto swap")
+        print_table("", columns, map(_row, found))
+    else:
+        say("no models: no trainer and no engine has registered yet")
+
+
+def _row(model: ModelStatus) -> tuple[str, ...]:
+    attached = sum(source.attached for source in model.sources)
+    return (
+        model.model,
+        versions(model.complete_versions),
+        f"{attached}/{model.source_world_size}",
+        size(sum(source.bytes for source in model.sources)),
+        served(model),
+        "yes" if model.auto_swap else "no",
+    )
+
+
+def served(model: ModelStatus) -> str:
+    """Return what each replica serves: "a: 7, b: 6" or, where ranks of one differ, "a: 6+7"; or how many serve what."""
+    replicas: dict[str, set[str]] = {}
+    for target in model.targets:
+        replicas.setdefault(target.replica, set()).add(version(target.version))
+    found = {name: "+".join(sorted(those)) for name, those in sorted(replicas.items())}
+    if len(found) > NAMED:
+        counts = sorted(Counter(found.values()).items())
+        return ", ".join(f"{served} in {count} of them" for served, count in counts)
+    return ", ".join(f"{name}: {served}" for name, served in found.items()) or "-"

@@ -1,4 +1,4 @@
-"""refitctl swap, rollback, abort: make a version live everywhere or name the ranks that prevent it; stop a swap."""
+"""refitctl swap, rollback, abort, verify: make a version live everywhere, stop that, and prove what is served."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from refitd.errors import RefitFailed
-from refitd.protocol.reports import Crossing, MemberReport, SwapFailed, SwapProgress, SwapReport
-from refitd.states import MemberState, SwapOutcome
+from refitd.protocol.reports import (
+    Crossing,
+    Difference,
+    MemberProof,
+    MemberReport,
+    SwapFailed,
+    SwapProgress,
+    SwapReport,
+    VerifyReport,
+)
+from refitd.states import MemberState, ProofState, SwapOutcome
 from refitd_cli.group import EXIT_FAILED, error_object
 from refitd_cli.output import duration, print_json, print_table, rate, say, share, size, swap_bar, to_json, version
 from refitd_cli.printed import SwapAborted
@@ -245,3 +254,64 @@ def abort(session: Session, model: str, reason: str) -> None:
         client.abort(model, reason)
     aborted = SwapAborted(model, aborted=True, reason=reason)
     session.show(aborted, lambda _: say(f"{model}: swap aborted ({reason})"))
+
+
+@click.command()
+@click.argument("model", shell_complete=model_names)
+@click.option("--timeout", type=Duration(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
+@asks
+def verify(session: Session, model: str, timeout: float | None) -> int:
+    """Check the live weights of every replica of MODEL against the digest of the version that it serves.
+
+    Engines continue to serve. Exit 0 only if every rank that serves a version is proven to hold it, byte for byte.
+    """
+    with session.client() as client:
+        report = client.verify(model, timeout=timeout)
+    session.show(report, _show_proofs)
+    return 0 if report.outcome == ProofState.PROVEN else EXIT_FAILED
+
+
+def _show_proofs(report: VerifyReport) -> None:
+    columns = ("replica", ">rank", "node", "state", ">serves", ">bytes", "digest", "reason")
+    print_table("", columns, map(_proof_row, report.members))
+    for member in report.members:
+        for difference in member.differences:
+            say(f"  {_difference(member, difference)}", err=True)
+        if (more := member.blocks - len(member.differences)) > 0:
+            say(f"  and {more} more blocks of rank {member.rank} of replica {member.replica}", err=True)
+    for mixed in report.mixed:
+        say(f"  {mixed}", err=True)
+    serving = [member for member in report.members if member.version is not None]
+    proven = [member for member in serving if member.state == ProofState.PROVEN]
+    nbytes = sum(member.bytes for member in proven)
+    say(
+        f"{report.model}: {report.outcome}: {len(proven)} of {len(serving)} ranks that serve a version hold it, "
+        f"{size(nbytes)} compared in {duration(report.seconds)}",
+        err=report.outcome != ProofState.PROVEN,
+    )
+
+
+def _difference(member: MemberProof, difference: Difference) -> str:
+    shape = "x".join(map(str, difference.shape)) or "scalar"
+    what = (
+        f"{difference.differing} elements differ, from element {difference.first} to {difference.last}"
+        if difference.differing
+        else f"somewhere in elements {difference.first} to {difference.last}"
+    )
+    return (
+        f"{difference.parameter}{difference.slice} (of {shape}) on rank {member.rank} of replica {member.replica} on "
+        f"node {member.node} (host {member.host}, pid {member.pid}): {what}"
+    )
+
+
+def _proof_row(member: MemberProof) -> tuple[str, ...]:
+    return (
+        member.replica,
+        str(member.rank),
+        member.node,
+        member.state,
+        version(member.version),
+        size(member.bytes) if member.bytes else "-",
+        member.digest[:16] or "-",
+        member.reason,
+    )

@@ -133,7 +133,7 @@ def test_no_extra_holds_both_nvshmem_wheels():
         "import refitd.client",
         "import refitd.testing",
         "import refitd_cli.control, refitd_cli.daemon",
-        "from refitd_cli.commands import swap, status, models, plan, doctor, demo, serve",
+        "from refitd_cli.commands import swap, status, plan, doctor, demo, serve",
         "from refitd_cli.commands.doctor import backends; list(backends())",
     ],
 )
