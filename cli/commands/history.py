@@ -33,6 +33,7 @@ def trace(session: Session, model: str, swap_id: str, output: str, otlp: str) ->
     """Write what every process did in a swap of MODEL, and when: open the file in ui.perfetto.dev.
 
     The coordinator and the daemons keep the last 16 swaps since they started; a running swap is shown as far as it is.
+    Between nodes a worker has a line for each kind of step: read, convert, send, receive, place, digest.
     Times of other nodes are aligned with the coordinator's by the round trips of heartbeats.
     """
     if not output and not otlp:

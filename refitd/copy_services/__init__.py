@@ -53,6 +53,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from refitd.addressing.copies import CopyList
 from refitd.buffers.arena import MappedArena
+from refitd.copy_services.steps import StepTimes
 from refitd.errors import TransportError
 
 if TYPE_CHECKING:
@@ -192,6 +193,7 @@ class RunResult:
     crossed_bytes: int = 0  # received from other nodes
     delta_bytes: int = 0  # size of the pieces that travelled as deltas
     changed_bytes: int = 0  # changed bytes within these pieces
+    steps: tuple[StepTimes, ...] = ()  # between nodes
     paths: tuple[str, ...] = ()  # within the node, by GPUs: names of refitd.addressing.paths
 
 
@@ -331,6 +333,7 @@ class ExchangeResult:
     crossed_bytes: int = 0  # received from other ranks: `received_bytes`, or less if deltas were used
     delta_bytes: int = 0  # size of the pieces that were received as deltas
     changed_bytes: int = 0  # changed bytes within these pieces
+    steps: tuple[StepTimes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -121,6 +121,7 @@ class RoundsExchange(PackedExchange):
                 poll(partial(self._is_over, issued), move.deadline, subject)
                 self._finish(issued, move.deadline, subject)
                 for flight in flights:
+                    flight.passed()
                     if not flight.stream.is_send:
                         trouble = self._land(flight, move.verify) or trouble
                         arrived += flight.payload

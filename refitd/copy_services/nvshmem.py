@@ -39,6 +39,7 @@ from refitd.copy_services import MAX_MESSAGE_BYTES, Epoch, tcp
 from refitd.copy_services.digests import DIGEST_BYTES, DeviceDigests, Digest
 from refitd.copy_services.packed import WINDOW, Move, PackedExchange
 from refitd.copy_services.peers import Peers
+from refitd.copy_services.steps import SEND
 from refitd.copy_services.streams import InFlight, Stream
 from refitd.copy_services.waits import Backoff, Deadline, DeviceStream, bounded, make_current
 from refitd.errors import ConfigError, RefitdError, TransportError
@@ -173,7 +174,7 @@ class SlottedExchange(PackedExchange):
         if not is_staged:  # the digest
             self._room(leaving, buffer.numel()).copy_(buffer)
         landing, word = self.slots.landing(me, target, number), self.slots.arrived(me, target, number)
-        self._put(target, leaving, landing, buffer.numel(), word, number + 1)
+        stream.steps.time(SEND, self._put, target, leaving, landing, buffer.numel(), word, number + 1)
         self._put_count[target] += 1
         return 0, ""
 
@@ -187,6 +188,7 @@ class SlottedExchange(PackedExchange):
         nbytes = stream.messages[nth].nbytes if nth < len(stream.messages) else DIGEST_BYTES
         buffer = self._room(self.slots.landing(source, me, number), nbytes)
         flight = InFlight(stream, nth, None, buffer, True)
+        flight.passed()
         trouble = self._land(flight, verify)
         self._signal(source, self.slots.freed(source, me, number), number + 1)
         self._taken_count[source] += 1

@@ -35,6 +35,7 @@ from refitd.copy_services import (
 from refitd.copy_services.digests import DIGEST_BYTES, Digest, HostDigest
 from refitd.copy_services.peers import Peers
 from refitd.copy_services.pieces import PackedMessage, Piece, TensorPiece, aligned, lay_out
+from refitd.copy_services.steps import PLACE, Steps
 from refitd.copy_services.streams import (
     OFFER,
     InFlight,
@@ -209,8 +210,9 @@ class PackedExchange(ExchangeService):
         started, deadline = time.perf_counter(), Deadline.after(timeout)
         self._runs += 1
         streams = [*held.incoming.values(), *held.outgoing.values()]
+        steps = Steps()
         for stream in streams:
-            stream.next, stream.digest = 0, self._new_digest(self._about(stream))
+            stream.next, stream.digest, stream.steps = 0, self._new_digest(self._about(stream)), steps
         trouble = refuse or mismatch(*held.local, self.peers.rank) or broken_path(streams, self.peers.rank)
         tally = Tally()
         try:
@@ -242,6 +244,7 @@ class PackedExchange(ExchangeService):
             crossed_bytes=tally.crossed_bytes or received,
             delta_bytes=tally.delta_bytes,
             changed_bytes=tally.changed_bytes,
+            steps=steps.times(),
         )
 
     def close(self) -> None:
@@ -362,9 +365,9 @@ class PackedExchange(ExchangeService):
             stream.await_written(message)
             for span, here in steps_of(message, self.step_bytes):
                 if direct is None:
-                    stream.pieces[span.piece].pack(span.start, span.end, buffer[here])
+                    stream.read(span, buffer[here])
                 if verify:
-                    stream.digest.update(buffer[here])
+                    stream.add(buffer[here])
         return number, buffer, direct is None
 
     def _land(self, done: InFlight, verify: bool) -> str:
@@ -391,12 +394,12 @@ class PackedExchange(ExchangeService):
             piece = stream.pieces[span.piece]
             found = done.buffer[here]
             if done.is_staged:
-                piece.unpack(span.start, span.end, found)
+                stream.steps.time(PLACE, piece.unpack, span.start, span.end, found)
             if again is not None:
                 found = again[: span.end - span.start]
-                piece.pack(span.start, span.end, found)
+                stream.read(span, found)
             if verify:
-                stream.digest.update(found)
+                stream.add(found)
         if again is not None:
             self._give_back(again)
         return ""

@@ -59,6 +59,7 @@ class Piece(ABC):
     """
 
     base: Base | None = None
+    converts = False  # `pack` converts the elements
     await_written: Callable[[], object] | None = None  # call it before a read: it returns once this piece is written
 
     @property
@@ -98,6 +99,7 @@ class BoxPiece(Piece):
         """
         self._count, self._cast, self._element, self._where = count, cast, element, where
         self._convert = convert or Converter()
+        self.converts = bool(cast)
 
     @property
     def nbytes(self) -> int:

@@ -154,9 +154,9 @@ class AnnouncedPipeline(Pipeline):
         buffer = service._staging()[: message.nbytes] if direct is None else direct
         for span, here in steps_of(message, service.step_bytes) if with_digest or direct is None else ():
             if direct is None:
-                stream.pieces[span.piece].pack(span.start, span.end, buffer[here])
+                stream.read(span, buffer[here])
             if with_digest:
-                stream.digest.update(buffer[here])
+                stream.add(buffer[here])
         return self._post(number, buffer, is_staged=direct is None)
 
     @abstractmethod
@@ -217,8 +217,8 @@ class AnnouncedSender(AnnouncedPipeline):
             size = span.end - span.start
             new = packed[:size] if direct is None else direct[here]
             if direct is None:
-                self.stream.pieces[span.piece].pack(span.start, span.end, new)
-            self.stream.digest.update(new)
+                self.stream.read(span, new)
+            self.stream.add(new)
             if comparison is None:
                 continue
             base = bases[span.piece]

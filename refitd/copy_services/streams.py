@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ import xxhash
 from refitd.copy_services import DIRECT, Route
 from refitd.copy_services.digests import Digest, HostDigest
 from refitd.copy_services.pieces import PackedMessage, Piece, PieceSpan, aligned, lay_out
+from refitd.copy_services.steps import AWAIT, CONVERT, DIGEST, READ, RECEIVE, SEND, Steps
 
 # A stream over a path has about PATH_MESSAGES messages of at least PATH_MESSAGE_BYTES: each relay adds the time of one.
 PATH_MESSAGES = 64  # as refitd.plan.relays predicts
@@ -38,6 +40,7 @@ class Stream:
     next: int = 0
     has_bases: bool = False  # both ends have equal bases for all pieces, so deltas may be sent
     digest: Digest = field(default_factory=HostDigest)
+    steps: Steps = field(default_factory=Steps)  # of the run
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +51,16 @@ class Stream:
         """Return once the pieces of a message to send are written; see Piece."""
         for span in message.spans:
             if (wait := self.pieces[span.piece].await_written) is not None:
-                wait()
+                self.steps.time(AWAIT, wait)
+
+    def read(self, span: PieceSpan, out: torch.Tensor) -> None:
+        """Write a part of a piece to `out`."""
+        piece = self.pieces[span.piece]
+        self.steps.time(CONVERT if piece.converts else READ, piece.pack, span.start, span.end, out)
+
+    def add(self, buffer: torch.Tensor) -> None:
+        """Add bytes to the digest."""
+        self.steps.time(DIGEST, self.digest.update, buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,11 @@ class InFlight:
     buffer: torch.Tensor
     is_staged: bool
     is_note: bool = False  # it announces later messages (windows.py)
+    since: float = field(default_factory=time.perf_counter)
+
+    def passed(self) -> None:
+        """Note that it has been sent or has arrived."""
+        self.stream.steps.add(SEND if self.stream.is_send else RECEIVE, self.since)
 
     @property
     def payload(self) -> int:

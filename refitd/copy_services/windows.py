@@ -86,6 +86,7 @@ class WindowExchange(PackedExchange):
             line, done = flying[0]
             self.peers.wait(done.posted, done.stream.position, self._patience(done.stream, move.deadline), _doing(done))
             flying.popleft()
+            done.passed()
             following = line.done(done)
             line.seconds = time.perf_counter() - started
             if move.on_progress is not None:

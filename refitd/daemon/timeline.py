@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from refitd.daemon.actions import (
@@ -86,7 +86,7 @@ class Timeline:
             case sidecar.RunDone(run, reason=reason) if reason:
                 self._ran((_JOB, run), note=reason)
             case sidecar.RunDone() as done:
-                self._ran((_JOB, done.run), seconds=done.seconds, nbytes=done.bytes)
+                self._ran((_JOB, done.run), seconds=done.seconds, nbytes=done.bytes, steps=done.steps)
             case sidecar.SpansRead(run):
                 self._ran((_DIGESTS, run))
             case WorkerDied(worker):
@@ -223,8 +223,19 @@ class Timeline:
                 found.chunks.pop()
             found.chunks.append((self._now, nbytes))
 
-    def _ran(self, run: _Key, *, seconds: float | None = None, nbytes: int = 0, note: str = "") -> None:
-        """End a run; `seconds` is its duration as the worker measured it, without the wait for earlier runs."""
+    def _ran(
+        self,
+        run: _Key,
+        *,
+        seconds: float | None = None,
+        nbytes: int = 0,
+        note: str = "",
+        steps: Sequence[sidecar.StepTimes] = (),
+    ) -> None:
+        """End a run; `seconds` is its duration as the worker measured it, without the wait for earlier runs.
+
+        `steps` overlap, so the steps of each kind are a line of their own.
+        """
         at = self._runs.pop(run, None)
         one = self._swaps[at[0]].open.pop(run, None) if at is not None else None
         if at is None or one is None:
@@ -232,6 +243,11 @@ class Timeline:
         found = self._swaps[at[0]]
         began = max(one.began, self._now - seconds) if seconds is not None else one.began
         found.add(TraceSpan(one.who, one.name, began, self._now, nbytes, note=note[:200]))
+        for each in steps:
+            first, last = (max(began, self._now - ago) for ago in (each.began_s, each.ended_s))
+            found.add(
+                TraceSpan(f"{one.who}: {each.kind}", each.kind, first, last, note=f"busy for {each.busy_s:.6f} s")
+            )
         since, before = began, 0
         for until, so_far in one.chunks:
             if until > since:

@@ -1,6 +1,6 @@
 """MXFP8 on the device: one kernel that reads bfloat16 and writes elements and scales, without intermediate tensors.
 
-It uses the integer arithmetic of `format`. A program converts GROUP blocks, and a thread the elements of one vector.
+It uses the integer arithmetic of `format`. A program converts a group of blocks, a thread the elements of a vector.
 The tensors choose the variant (`Variant`):
 
     vector     elements that begin at a multiple of their size in every row: 8 gives loads of 16 bytes and stores of 8;
@@ -28,7 +28,7 @@ from refitd.mxfp8.format import BLOCK, Rounding
 if TYPE_CHECKING:
     import torch
 
-GROUP = 64  # blocks per program
+GROUP = 64  # blocks per program; half as many without vectors, which need more registers
 VECTORS = (8, 2, 1)
 _INT32_MAX = 2**31 - 1
 _NAMES = ("words", "data", "scales", "count", "blocks", "words_step", "data_step", "scales_step", "keys", "sums")
@@ -43,6 +43,11 @@ class Variant:
     is_wide: bool
     has_sums: bool = False
 
+    @property
+    def group(self) -> int:
+        """Blocks per program."""
+        return GROUP // 2 if self.vector == 1 else GROUP
+
     def constants(self, block_words: int = 0) -> dict[str, Any]:
         """Return the kernel's compile-time arguments for a number of words per block of the digest."""
         return {
@@ -51,7 +56,7 @@ class Variant:
             "IS_WIDE": self.is_wide,
             "HAS_SUMS": self.has_sums,
             "BLOCK_WORDS": block_words,
-            "GROUP": GROUP,
+            "GROUP": self.group,
         }
 
     @property
@@ -101,7 +106,7 @@ def quantize(
     for at in range(0, words.shape[0], rows):
         here = slice(at, at + rows)
         count = words[here].shape[0] * blocks
-        grid = (triton.cdiv(count, GROUP),)
+        grid = (triton.cdiv(count, variant.group),)
         ends = words[here], data[here], scales[here]
         quantize_kernel[grid](*ends, count, blocks, *steps, scales, scales, **variant.constants())  # sums are unused
     return ()
@@ -119,7 +124,7 @@ def _quantize_and_digest(
     sums = keys.new_zeros(digested + triton.cdiv(scales.numel(), 4 * block_words), 2)
     if scales.numel():
         steps = words.stride(0) // variant.vector, data.stride(0) // variant.vector, scales.stride(0)
-        grid = (triton.cdiv(scales.numel(), GROUP),)
+        grid = (triton.cdiv(scales.numel(), variant.group),)
         parts = words, data, scales, scales.numel(), blocks, *steps, keys, sums
         quantize_kernel[grid](*parts, **variant.constants(block_words))
     return sums[:digested], sums[digested:]

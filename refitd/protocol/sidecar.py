@@ -181,6 +181,15 @@ class BaseWrong(Message, frozen=True):
     run: Count
 
 
+class StepTimes(Value, frozen=True):
+    """The steps of one kind in a run, in seconds before its end; they were busy for `busy_s`."""
+
+    kind: Label
+    began_s: Seconds
+    ended_s: Seconds
+    busy_s: Seconds
+
+
 class RunDone(Message, frozen=True):
     """Every copy is written; with `verify`, each copy equals its source.
 
@@ -196,6 +205,7 @@ class RunDone(Message, frozen=True):
     delta_bytes: Count = 0  # received as deltas, counted at full size
     changed_bytes: Count = 0  # the changed bytes among `delta_bytes`
     paths: tuple[Label, ...] = ()  # by GPUs within the node: names of refitd.addressing.paths
+    steps: tuple[StepTimes, ...] = ()  # between nodes
     reason: Text = ""
     copy: Count | None = None
     differs: bool = False  # written bytes differ from their source

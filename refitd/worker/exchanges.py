@@ -260,4 +260,5 @@ class ExchangeJob(PreparedJob):
             result.crossed_bytes,
             result.delta_bytes,
             result.changed_bytes,
+            result.steps,
         )

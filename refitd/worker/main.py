@@ -260,6 +260,9 @@ class Worker:
                     crossed_bytes=result.crossed_bytes,
                     delta_bytes=result.delta_bytes,
                     changed_bytes=result.changed_bytes,
+                    steps=tuple(
+                        sidecar.StepTimes(each.kind, each.began_s, each.ended_s, each.busy_s) for each in result.steps
+                    ),
                     paths=result.paths,
                 )
             )

@@ -88,7 +88,11 @@ def test_a_version_is_staged_while_it_is_published(nodes: Callable[..., tuple[Da
                 assert all(torch.equal(mine[name], tensor) for name, tensor in values(version).items())
                 trace = trainer.trace(policy(), report.swap)
         (span,) = [span for node in trace.nodes for span in node.spans if span.name == "publish"]
+        steps = {s.name: s for node in trace.nodes for s in node.spans}
         assert any(s.began < span.ended < s.ended for n in trace.nodes for s in n.spans if s.name == "stage")
+        if others:
+            assert {"send", "receive", "place", "digest", "await publication"} <= steps.keys()
+            assert steps["send"].began < steps["await publication"].ended, "pieces cross before the last is published"
         source.close()
 
 

@@ -322,7 +322,9 @@ def outcome(mutant: Mutant) -> str:
         site = Path(folder, "site")
         site.mkdir()
         (site / "refitd_cli").symlink_to(tree / "cli")
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(site)])}
+        path = os.pathsep.join([str(tree), str(site), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path}
+        options = [given for given in mutant.tests if given.startswith("-")]
         command = [
             sys.executable,
             "-m",
@@ -333,8 +335,9 @@ def outcome(mutant: Mutant) -> str:
             "no:cacheprovider",
             "--timeout",
             "120",
+            *options,
             "--",
-            *mutant.tests,
+            *(given for given in mutant.tests if given not in options),
         ]
         try:
             ran = subprocess.run(

@@ -103,6 +103,21 @@ def test_a_node_keeps_when_it_staged_and_committed():
     assert all(span.name == "digests" and span.is_open for span in part(h, "s").spans[7:])
 
 
+def test_the_steps_of_an_exchange_are_lines_of_their_own_that_overlap():
+    h = Harness()
+    h.fleet()
+    h.now = 1.0
+    (worker, run), _ = h.stage()
+    h.now = 2.0
+    steps = (sidecar.StepTimes("receive", 0.9, 0.1, 0.75), sidecar.StepTimes("place", 5.0, 0.0, 0.5))
+    h.feed(act.WorkerSaid(worker, sidecar.RunDone(run=run, copies=1, bytes=150, seconds=0.9, steps=steps)))
+    found = {span.who: span for span in part(h, "s").spans if span.who.startswith("worker 0:")}
+    assert {who: (span.name, span.began, span.ended, span.note) for who, span in found.items()} == {
+        "worker 0: receive": ("receive", pytest.approx(1.1), pytest.approx(1.9), "busy for 0.750000 s"),
+        "worker 0: place": ("place", pytest.approx(1.1), 2.0, "busy for 0.500000 s"),  # not before its run
+    }
+
+
 def test_what_has_not_ended_is_marked_and_an_abort_ends_it():
     h = Harness()
     h.fleet()
