@@ -193,7 +193,7 @@ def run(json_output: bool, only: str = "") -> dict[str, Any]:
     for name in models.MODELS:
         for ranks in models.SIZES:
             text = f"{name}, {ranks} ranks"
-            reason = _why_not(found, left_out, name, ranks, BUDGET_S - (time.perf_counter() - started))
+            reason = why_not(found, left_out, name, ranks, BUDGET_S - (time.perf_counter() - started))
             result = reason or _in_a_process(name, ranks)
             if isinstance(result, str):
                 left_out.append({"model": name, "ranks": ranks, "reason": result})
@@ -235,7 +235,7 @@ def _run_only(only: str) -> dict[str, Any]:
     return {"benchmark": "plan", "machine": machine.describe(), "cases": found}
 
 
-def _why_not(found: list[dict[str, Any]], left_out: list[dict[str, Any]], model: str, ranks: int, left_s: float) -> str:
+def why_not(found: list[dict[str, Any]], left_out: list[dict[str, Any]], model: str, ranks: int, left_s: float) -> str:
     """Return the reason to skip a case, "" to run it."""
     if any(case["model"] == model for case in left_out):
         return "a smaller one was left out"

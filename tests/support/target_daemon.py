@@ -1,12 +1,17 @@
-"""A fake daemon connection for a target: records its messages and delivers notifications."""
+"""A target on a fake daemon connection that records its messages and delivers notifications."""
 
 from __future__ import annotations
 
 import queue
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from refitd.client.target import Target
+from refitd.client.target_tensors import TargetTensors
+from refitd.protocol import local
 from refitd.protocol.base import Message
+from refitd.protocol.shards import shard_of
 
 WAIT_S = 60.0
 
@@ -36,3 +41,10 @@ class Daemon:
 
     def next(self) -> Message:
         return self.said.get(timeout=WAIT_S)
+
+
+def target_on(daemon: Any, tensors: TargetTensors, staging: Any = None, **registered: Any) -> Target:
+    """Return member "m" of model "policy" on this daemon; `staging` is its arena, `registered` more of its request."""
+    message = local.RegisterTarget("policy", "a", 0, 1, shard_of(tensors.wire), **registered)
+    answer = local.Registered(member="m", staging=0, nbytes=16, version=None)
+    return Target(daemon, daemon, message, tensors, answer, staging, None)

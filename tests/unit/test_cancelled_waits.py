@@ -9,12 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from refitd.client.target import Target
 from refitd.client.target_tensors import Derived, TargetTensors
 from refitd.errors import CommitError
 from refitd.protocol import local
-from refitd.protocol.shards import shard_of
-from tests.support.target_daemon import WAIT_S, Daemon
+from tests.support.target_daemon import WAIT_S, Daemon, target_on
 
 
 class Engine:
@@ -26,16 +24,7 @@ class Engine:
         self.raises: Exception | None = None
         derived = {"d": Derived(torch.zeros(1), ("w",), self._refresh)}
         tensors = TargetTensors({"w": torch.zeros(4)}, 0, None, None, None, derived=derived)
-        self.target = Target(
-            self.daemon,  # type: ignore[arg-type]
-            self.daemon,  # type: ignore[arg-type]
-            local.RegisterTarget(model="policy", replica="a", rank=0, world_size=1, shard=shard_of(tensors.wire)),
-            tensors,
-            local.Registered(member="m", staging=0, nbytes=16, version=None),
-            None,
-            None,
-            None,
-        )
+        self.target = target_on(self.daemon, tensors)
 
     def _refresh(self, tensor: torch.Tensor) -> None:
         self.begun.set()
@@ -64,7 +53,7 @@ class WatchedLock:
 
         def watched(*args: object) -> object:
             self.waits.set()
-            return wait(*args)  # type: ignore[arg-type]
+            return wait(*args)
 
         monkeypatch.setattr(changed, "wait", watched)
 

@@ -65,15 +65,6 @@ def test_counts_from_two_origins_name_no_poll_however_near_they_are() -> None:
     assert meeting({"a": Reached(41, "before", "poll"), "b": Reached(3, "", "wait")}) == {"a": 41, "b": 4}
 
 
-def test_a_rank_that_waits_flips_before_its_next_step_and_only_if_nobody_has_begun_that() -> None:
-    waits = Reached(7, "before", "wait")
-    assert meeting({"a": waits, "b": Reached(6, "before")}) == {"a": 8, "b": 8}, "it has begun step 7"
-    assert meeting({"a": waits, "b": Reached(8, "before", "poll")}) == {"a": 8, "b": 8}
-    assert meeting({"a": waits, "b": Reached(8, "before")}) is None
-    assert meeting({"a": Reached(7, CALLERS_STEP, "wait"), "b": Reached(8, CALLERS_STEP)}) is None
-    assert meeting({"a": waits, "b": Reached(9, "before", "poll")}) == {"a": 8, "b": 9}, "all stand"
-
-
 def test_ranks_that_committed_in_a_wait_and_in_a_poll_count_alike_from_there() -> None:
     waited, polled, early = PollSteps(), PollSteps(), PollSteps()
     for steps in (waited, polled, early):
@@ -95,24 +86,10 @@ def test_ranks_that_always_wait_are_never_early(world: int) -> None:
     for swap in ("s", "t", "u"):
         said = {number: steps.reached(swap, "m", "wait") for number, steps in enumerate(ranks)}
         polls = meeting({str(number): Reached(one.step, one.origin, one.stands) for number, one in said.items()})
-        assert polls is not None
         for number, steps in enumerate(ranks):
             steps.flip(polls[str(number)], swap)
             assert not steps.is_early(), swap
             steps.flipped()
-
-
-def test_ranks_that_one_thread_polls_are_not_held_for_each_other() -> None:
-    one = ("n0", 7, 1)
-    assert meeting({"a": Reached(4, thread=one), "b": Reached(5, "", "poll", one)}) == {"a": 5, "b": 5}
-    steps, ranks = FlipSteps(), [rank(0), rank(1)]
-    steps.reached("s", ranks[0], Reached(400, "before", "poll", one), now=0.0)
-    steps.reached("s", ranks[1], Reached(5, thread=one), now=0.0)
-    told = steps.due(ranks, now=0.0)
-    assert polls(told) == {0: 400, 1: 6}
-    assert all(
-        isinstance(flip, CommitAtStep) and not flip.origin and "rank 0: 400, rank 1: 5" in flip.apart for flip in told
-    )
 
 
 def test_ranks_are_told_once_all_of_their_replica_have_said_where_they_are() -> None:
@@ -159,38 +136,6 @@ def test_a_rank_that_does_not_answer_is_named_once_and_the_others_stand_until_it
     assert polls(steps.due(ranks, now=901.0)) == {0: 42, 1: 42}
 
 
-def test_a_rank_that_was_lost_with_its_node_is_waited_for_until_its_permit_has_ended() -> None:
-    steps, ranks = FlipSteps(), [rank(0), rank(1)]
-    steps.reached("s", ranks[0], Reached(41, "before", "poll"), now=0.0)
-    absent = {"r": 9.0, "other": 99.0}
-    assert steps.due(ranks[:1], now=MISSING_S, absent=absent) == [] and steps.next_deadline() == 9.0
-    assert steps.due(ranks[:1], now=9.0, absent=absent) == [Pass("s", ranks[0])]
-    steps.reached("s", ranks[0], Reached(42, "before", "poll"), now=9.1)
-    assert polls(steps.due(ranks[:1], now=9.1)) == {0: 42}
-
-
-@pytest.mark.parametrize("version", [None, 1, 2])
-def test_ranks_end_one_more_step_with_one_that_is_back_with_the_version_of_before(version: int | None) -> None:
-    steps, ranks = FlipSteps(), [rank(0), rank(1, staged=None)]
-    ranks[1].version = version
-    steps.reached("s", ranks[0], Reached(41, "before", "poll"), now=0.0)
-    told = steps.due(ranks, now=0.0)
-    assert told == [Pass("s", ranks[0])] if version == 1 else polls(told) == {0: 41}
-    if version == 1:
-        steps.reached("s", ranks[0], Reached(42, "before", "poll"), now=0.1)
-        assert polls(steps.due(ranks, now=0.1)) == {0: 42}
-
-
-def test_a_rank_that_has_given_up_waiting_is_not_waited_for_by_the_one_that_was_silent() -> None:
-    steps, ranks = FlipSteps(), [rank(0), rank(1)]
-    steps.reached("s", ranks[0], Reached(41, "before", "poll"), now=0.0)
-    assert steps.due(ranks, now=MISSING_S) == [Silent("s", ranks[1])]
-    ranks[0].staged = ranks[0].version = None
-    assert steps.due(ranks, now=30.0) == []
-    steps.reached("s", ranks[1], Reached(41, "before"), now=31.0)
-    assert polls(steps.due(ranks, now=31.0)) == {1: 42}
-
-
 def unregistered(*ranks: Any, origin: str = "before") -> FlipSteps:
     """Return steps where rank 0 must flip in its poll 42, because a new coordinator did not know the other ranks."""
     steps = FlipSteps()
@@ -207,35 +152,6 @@ def test_a_rank_that_registers_late_flips_with_the_others_if_it_has_not_passed_t
         steps = unregistered(*ranks, origin=origin)
         steps.reached("s", ranks[1], Reached(count, origin), now=9.0)
         assert steps.due(ranks, now=9.0) == [CommitAtStep("s", ranks[1], 42)]
-
-
-def test_a_rank_that_registers_late_and_counts_otherwise_is_named() -> None:
-    ranks = [rank(0), rank(1)]
-    steps = unregistered(*ranks)
-    steps.reached("s", ranks[1], Reached(40), now=9.0)
-    (told,) = steps.due(ranks, now=9.0)
-    assert (
-        isinstance(told, CommitAtStep)
-        and (told.member, told.step) == (ranks[1], 41)
-        and "after the others" in told.apart
-    )
-
-
-@pytest.mark.parametrize("flipped", [True, False])
-def test_a_rank_that_registers_when_the_others_have_flipped_flips_in_their_poll_or_is_named(flipped: bool) -> None:
-    ranks = [rank(number, world=3) for number in range(3)]
-    steps = unregistered(*ranks)
-    if flipped:
-        ranks[0].staged = None
-        assert steps.due(ranks, now=4.0) == []
-    steps.reached("s", ranks[1], Reached(40, "before"), now=9.0)
-    assert steps.due(ranks, now=9.0) == [CommitAtStep("s", ranks[1], 42)]
-    steps.reached("s", ranks[2], Reached(42, "before"), now=9.0)
-    (told,) = steps.due(ranks, now=99.0)
-    assert isinstance(told, CommitAtStep) and told.step == 43 and "after the others" in told.apart
-    for one in ranks:
-        one.staged = None
-    assert steps.due(ranks, now=99.0) == [] and not steps.waiting
 
 
 @example(42 - LOCKSTEP, "", "before")
@@ -280,14 +196,6 @@ def test_a_rank_that_waits_is_not_let_through_and_not_held_for_ever() -> None:
         now = steps.next_deadline() or 0.0
         told = steps.due(ranks, now)
     assert polls(told) == {0: 1, 1: 4}
-
-
-def test_ranks_of_a_replica_that_serves_nothing_flip_at_once_and_have_no_common_origin_from_that() -> None:
-    steps, ranks = FlipSteps(), [rank(0), rank(1)]
-    ranks[0].version = ranks[1].version = None
-    for member, where in zip(ranks, (Reached(7), Reached(0, "", "wait")), strict=True):
-        steps.reached("s", member, where, now=0.0)
-    assert steps.due(ranks, now=0.0) == [CommitAtStep("s", ranks[0], 8), CommitAtStep("s", ranks[1], 1)]
 
 
 def test_nothing_is_kept_of_ranks_that_are_gone() -> None:

@@ -65,6 +65,20 @@ def outcomes(sent: list[object]) -> set[str]:
     return {report.outcome for report in found.reports}
 
 
+def delayed_journal(h: Harness) -> list[act.Decide]:
+    """Hold back the journal's answers from now on; return the list of decisions that wait for one."""
+    awaited: list[act.Decide] = []
+    handle = h.state.handle
+
+    def held_back(event: act.Event, now: float, wall: float = 0.0) -> list[act.Instruction]:
+        instructions = handle(event, now)
+        awaited.extend(i for i in instructions if isinstance(i, act.Decide))
+        return [i for i in instructions if not isinstance(i, act.Decide)]
+
+    h.state.handle = held_back
+    return awaited
+
+
 @pytest.mark.parametrize("order", [MODELS, MODELS[::-1]], ids=repr)
 @pytest.mark.parametrize("first", MODELS)
 @pytest.mark.parametrize("lost", MODELS)
@@ -102,15 +116,7 @@ def test_a_joint_decision_that_is_not_written_aborts_all_its_models() -> None:
 def test_no_turn_request_or_loss_ends_a_joint_swap_before_the_journal_answers() -> None:
     """Here the journal's answer is delayed, and other events arrive first."""
     h = serving()
-    awaited: list[act.Decide] = []
-    handle = h.state.handle
-
-    def held_back(event: act.Event, now: float, wall: float = 0.0) -> list[act.Instruction]:
-        instructions = handle(event, now)
-        awaited.extend(i for i in instructions if isinstance(i, act.Decide))
-        return [i for i in instructions if not isinstance(i, act.Decide)]
-
-    h.state.handle = held_back  # type: ignore[method-assign]
+    awaited = delayed_journal(h)
     swaps = staged(h)
     (decide,) = awaited
     assert {record.swap for record in decide.records} == set(swaps.values())
@@ -132,15 +138,7 @@ def test_no_turn_request_or_loss_ends_a_joint_swap_before_the_journal_answers() 
 @pytest.mark.parametrize("error", [None, CommitError("disk full")], ids=repr)
 def test_a_rank_that_returns_while_the_journal_writes_learns_the_outcome_afterwards(error: CommitError | None) -> None:
     h = serving()
-    awaited: list[act.Decide] = []
-    handle = h.state.handle
-
-    def held_back(event: act.Event, now: float, wall: float = 0.0) -> list[act.Instruction]:
-        instructions = handle(event, now)
-        awaited.extend(i for i in instructions if isinstance(i, act.Decide))
-        return [i for i in instructions if not isinstance(i, act.Decide)]
-
-    h.state.handle = held_back  # type: ignore[method-assign]
+    awaited = delayed_journal(h)
     swap = staged(h)["d"]
     h.say("n0", local.Deregister(member="a-d", reason="its daemon has introduced itself again"))
     fields = {"version": 1, "run": "x", "staged": swap, "staged_version": 2, "staged_run": "x"}

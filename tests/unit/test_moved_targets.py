@@ -12,12 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from refitd import Derived, MXFP8Buffer
-from refitd.client.target import Target
 from refitd.client.target_tensors import TargetTensors
 from refitd.errors import CommitError
 from refitd.protocol import local
-from refitd.protocol.shards import shard_of
-from tests.support.target_daemon import WAIT_S, Daemon
+from tests.support.target_daemon import WAIT_S, Daemon, target_on
 
 
 def parameter(**attributes: object) -> nn.Parameter:
@@ -160,15 +158,7 @@ WAYS = ("poll", "wait")
 def test_every_way_to_commit_looks(way: str, where: str) -> None:
     daemon, given = Daemon(), {"w": torch.zeros(4)}
     tensors = TargetTensors(given, 0, None, None, None)
-    target = Target(
-        daemon,  # type: ignore[arg-type]
-        daemon,  # type: ignore[arg-type]
-        local.RegisterTarget(model="policy", replica="a", rank=0, world_size=1, shard=shard_of(tensors.wire)),
-        tensors,
-        local.Registered(member="m", staging=0, nbytes=16, version=None),
-        None,
-        None,
-    )
+    target = target_on(daemon, tensors)
     given["w"].data = torch.ones(4)
     daemon.hears(local.PrepareCommit(swap="s", member="m", version=1, in_place=where == "in place"))
     with pytest.raises(CommitError, match=r"^version 1 could not be taken over: w: |^w: "):

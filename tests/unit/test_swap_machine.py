@@ -77,32 +77,6 @@ def test_after_the_decision_nothing_aborts() -> None:
     assert "engine b: died" in state.reason
 
 
-LOST = e.MemberLost("b", "died")
-IN_VAIN = (e.AbortAsked("enough"), e.TimePassed(), e.NodeFailed("n0", "w", "r"), LOST, e.MemberLost("src", "r"))
-
-
-@pytest.mark.parametrize("event", IN_VAIN, ids=repr)
-def test_only_the_journals_answer_ends_a_decision_under_way(event: e.Event) -> None:
-    deciding, instructions = run(*STAGED, e.DecisionSubmitted())
-    assert (deciding.phase, instructions) == (Phase.DECIDING, [])
-    later, instructions = m.step(deciding, event, now=1e9)
-    assert (later.phase, instructions) == (Phase.DECIDING, [])
-    committing, instructions = m.step(later, e.Journalled(), now=1e9)
-    assert committing.phase is Phase.COMMITTING and e.CommitOn("n1") in instructions
-    assert committing.waiting == ({"a"} if event == LOST else {"a", "b"})
-    aborted, instructions = m.step(later, e.NotJournalled("disk full"), now=1e9)
-    assert aborted.phase is Phase.ABORTED and e.AbortOn("n1", aborted.reason) in instructions
-    assert "disk full" in aborted.reason and not aborted.failed
-
-
-def test_a_deadline_in_staging_names_the_node_that_is_waited_for() -> None:
-    state, _ = run(*STAGED[:4])
-    state, _ = m.step(state, e.TimePassed(), now=state.deadline)
-    assert state.phase is Phase.ABORTED
-    assert state.culprit == "n1"
-    assert "phase stage" in state.reason
-
-
 def test_a_plan_and_its_sources_are_needed_until_everything_is_staged() -> None:
     lost, gone = e.PlanLost("n1", "worker 3", "killed"), e.MemberLost("src", "left")
     asks = replace(READY, asked=frozenset("a"))
@@ -160,14 +134,6 @@ def test_the_history_keeps_the_last_events_and_no_progress() -> None:
         state, _ = m.step(state, event, now=0.5)
     assert state.phase is Phase.COMMITTED and len(state.history) == m.MAX_EVENTS
     assert "m99" in state.history[-1]
-
-
-def test_nodes_that_have_the_plan_are_not_asked_for_it() -> None:
-    first = m.begin("s", "policy", 7, LIMITS, NAMES, now=0.0)
-    some, told = m.step(first, replace(READY, loaded=frozenset({"n0"})), 0.0)
-    assert (some.phase, some.waiting, told) == (Phase.PLANNED, {"n1"}, [e.SendPlan("n1")])
-    every, told = m.step(first, replace(READY, loaded=READY.nodes), 0.0)
-    assert (every.phase, told) == (Phase.STAGING, [e.StageOn("n0"), e.StageOn("n1")])
 
 
 EVENTS: tuple[e.Event, ...] = (
@@ -236,10 +202,3 @@ def test_staging_lasts_until_the_version_is_published_in_full() -> None:
         assert ended.phase is Phase.ABORTED and NAMES["src"] in ended.reason
     whole, _ = run(early, e.SourceFinished("src"), *STAGED[1:])
     assert whole.phase is Phase.STAGED
-
-
-def test_the_whole_timeout_bounds_the_phases_before_the_decision() -> None:
-    state, _ = run(*STAGED[:3], limits=replace(LIMITS, total_s=2.0))
-    assert state.deadline == 2.0
-    state, _ = run(*STAGED, *DECIDED, limits=replace(LIMITS, total_s=2.0))
-    assert state.deadline == 0.5 + LIMITS.commit_s

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from refitd.client.target import Target
 from refitd.client.target_tensors import TargetTensors
 from refitd.errors import RefusedError
 from refitd.protocol import local
-from refitd.protocol.shards import shard_of
-from tests.support.target_daemon import Daemon
+from tests.support.target_daemon import Daemon, target_on
 
 
 class Engine:
@@ -19,19 +17,7 @@ class Engine:
     def __init__(self) -> None:
         self.daemon = Daemon()
         tensors = TargetTensors({"w": torch.zeros(4)}, 0, None, None, None)
-        registered = local.Registered(member="m", staging=0, nbytes=16, version=None)
-        message = local.RegisterTarget(
-            model="policy", replica="a", rank=0, world_size=1, shard=shard_of(tensors.wire), in_place=True
-        )
-        self.target = Target(
-            self.daemon,  # type: ignore[arg-type]
-            self.daemon,  # type: ignore[arg-type]
-            message,
-            tensors,
-            registered,
-            None,
-            None,
-        )
+        self.target = target_on(self.daemon, tensors, in_place=True)
 
     def commit(self, swap: str, version: int) -> None:
         prepare = local.PrepareCommit(swap=swap, member="m", version=version, in_place=True)

@@ -13,14 +13,12 @@ import pytest
 import torch
 
 from refitd.client import commit_state, take_over
-from refitd.client.target import Target
 from refitd.client.target_tensors import Derived, TargetTensors
 from refitd.errors import CommitError
 from refitd.protocol import local
 from refitd.protocol.base import Message
-from refitd.protocol.shards import shard_of
 from tests.support.arenas import arena_of
-from tests.support.target_daemon import WAIT_S, Daemon
+from tests.support.target_daemon import WAIT_S, Daemon, target_on
 
 OUTCOMES = (local.CommitDone, local.CommitFailed)
 
@@ -40,15 +38,7 @@ class Engine:
 
         derived = {"d": Derived(self.derived, ("w",), made)}
         tensors = TargetTensors({"w": self.live}, 0, None, None, None, derived=derived)
-        self.target = Target(
-            self.daemon,  # type: ignore[arg-type]
-            self.daemon,  # type: ignore[arg-type]
-            local.RegisterTarget(model="policy", replica="a", rank=0, world_size=1, shard=shard_of(tensors.wire)),
-            tensors,
-            local.Registered(member="m", staging=0, nbytes=16, version=None),
-            self.staging,
-            None,
-        )
+        self.target = target_on(self.daemon, tensors, self.staging)
 
     def decide(self, version: int, **more: Any) -> None:
         self.staging.bytes[:] = torch.full((4,), float(version)).view(torch.uint8).numpy()
@@ -105,7 +95,7 @@ def test_an_interrupt_before_anything_is_written_leaves_the_version_pending() ->
         raise KeyboardInterrupt
 
     state = engine.target._state
-    state.changed.wait_for = interrupt  # type: ignore[method-assign, assignment]
+    state.changed.wait_for = interrupt
     with pytest.raises(KeyboardInterrupt):
         engine.target.poll()
     reached = engine.said()
@@ -168,8 +158,8 @@ def test_a_failure_whose_report_is_interrupted_stays_a_failure() -> None:
         if calls[0] == 1:
             raise KeyboardInterrupt
 
-    engine.daemon.tell = interrupted  # type: ignore[method-assign]
-    engine.target._tensors.check_unmoved = _moved  # type: ignore[method-assign]
+    engine.daemon.tell = interrupted
+    engine.target._tensors.check_unmoved = _moved
     with pytest.raises(KeyboardInterrupt):
         engine.target.poll()
     assert {type(one) for one in engine.said()} == {local.CommitFailed}
@@ -191,9 +181,9 @@ def test_a_report_that_is_interrupted_twice_is_sent_by_the_next_poll(lockstep: b
             raise KeyboardInterrupt
         tell(message)
 
-    engine.daemon.tell = interrupted  # type: ignore[method-assign]
+    engine.daemon.tell = interrupted
     if fails:
-        engine.target._tensors.check_unmoved = _moved  # type: ignore[method-assign]
+        engine.target._tensors.check_unmoved = _moved
     with pytest.raises(KeyboardInterrupt):
         engine.target.poll()
     assert not interrupts and not any(isinstance(one, OUTCOMES) for one in engine.said())

@@ -113,16 +113,6 @@ def test_what_holds_in_every_state() -> None:
         assert state.spare is None or state.flips, state
 
 
-def test_a_swap_that_is_decided_ends_with_its_outcome_alone() -> None:
-    for state in ALL:
-        for event, after in steps_from(state):
-            if state.step is Step.COMMITTING and after.step is Step.IDLE:
-                assert isinstance(event, t.Committed | t.CommittedByCopy | t.Failed) and event.swap == state.swap
-            if after.version not in (None, state.version):
-                assert isinstance(event, t.Committed | t.CommittedByCopy | t.ContentRestored)
-                assert after.version == state.next
-
-
 def test_every_row_of_the_table_is_used_and_every_state_is_reached() -> None:
     used, lives = set(), set()
     for state in ALL:
