@@ -239,10 +239,10 @@ class CommitState:
             match message:
                 case local.PrepareCommit():
                     self.step(message)
-                    if self.rank.pending is message:
+                    is_asked = message.lockstep or message.controlled
+                    if self.rank.pending is message and (is_asked or self.steps.flip_at is not None):
                         self.steps.decided()
                     is_pending = self.rank.pending is not None and self.rank.pending.swap == message.swap
-                    is_asked = message.lockstep or message.controlled
                     if is_asked and is_pending and not self.rank.owes_report:
                         self.say_where(message, self.steps.stands or ("wait" if self.waiting else ""))
                 case local.FlipAt(swap, _, step, origin):

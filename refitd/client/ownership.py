@@ -208,16 +208,16 @@ class SharedOwners:
 
     def __init__(self, shared: Mapping[str, Owned]) -> None:
         """`shared` is a return value of `sharing`."""
-        self._needed = {one.owner: one.owner.serving() for one in shared.values() if one.owner is not None}
+        self.needed = {one.owner: one.owner.serving() for one in shared.values() if one.owner is not None}
 
     def committed(self, beside: Iterable[VersionOf]) -> None:
         """Record the owners' versions that were decided with the version that the target commits now."""
         given = {one.model: (one.version, one.run) for one in beside}
-        self._needed = {owner: given.get(owner.model) or owner.serving() for owner in self._needed}
+        self.needed = {owner: given.get(owner.model) or owner.serving() for owner in self.needed}
 
     def obstacle(self) -> str:
         """Return why the target's version is not whole; "" if it is."""
-        for owner, needed in self._needed.items():
+        for owner, needed in self.needed.items():
             version, run = serving = owner.serving()
             if serving == needed and version is not None:
                 continue

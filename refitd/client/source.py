@@ -13,7 +13,7 @@ from refitd.client.calls import Layout, awaitable, check_process, seconds, whole
 from refitd.client.connection import Connection
 from refitd.client.given import NONE, Keeps, Tensors, checked_part, refuse_all
 from refitd.client.reconnect import Line, renumbered
-from refitd.client.slot_source import Progress, SlotSource, Slotted, SourceSlots, register_slots
+from refitd.client.slot_source import TOLD_BYTES, Progress, SlotSource, Slotted, SourceSlots, register_slots
 from refitd.client.source_tensors import MXFP8Offer, SourceCasts, SourceTensors
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.names import tie_problems
@@ -151,7 +151,8 @@ class Source(SlotSource):
             # again: tensors may have been replaced while waiting for the slot
             self._is_anew = self._tensors.follow() or self._is_anew
             # tensors that were replaced are compared with the other ranks' first, once all is written
-            wrote = None if self._is_anew else Progress(connection, version, filling, self._tensors.settle)
+            is_told = not self._is_anew and filling.arena.nbytes >= TOLD_BYTES
+            wrote = Progress(connection, version, filling, self._tensors.settle) if is_told else None
             self._tensors.write_to(filling.arena, wrote)
             self._tensors.settle()  # after Publish, workers read the slot and the trainer may mutate the tensors
             self._tensors.check_still("while it was copied")

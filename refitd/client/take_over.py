@@ -195,8 +195,10 @@ class TakeOver:
                 state.step(WriteBegan())
                 exchanged = self._write(prepare)
                 state.last_pause_s = time.perf_counter() - started
-                state.steps.flipped()
-                self._owners.committed(prepare.beside)  # before this rank's version is set
+                if state.steps.flip_at is not None:
+                    state.steps.flipped()
+                if self._owners.needed:
+                    self._owners.committed(prepare.beside)  # before this rank's version is set
                 state.step(Written(state.last_pause_s, exchanged))
         except BaseException as exc:
             if not (is_last or isinstance(exc, Exception)):

@@ -261,7 +261,11 @@ def _filled(before: RankState, event: Event, moved: RankState) -> tuple[RankStat
             # the coordinator or the daemon ended before it knew of the outcome; a missing report follows anyway
             report = replace(before.last, member=before.member) if before.step is RankStep.IDLE else None
         case PrepareCommit():
-            moved = _pending(before, event, moved)
+            # a repeated decision is ignored, unless a controller now calls for the commit
+            is_told = before.pending is not None and before.pending.swap == event.swap
+            is_taken = before.taking is not None and before.taking.swap == event.swap
+            if not is_taken and (not is_told or event.controlled):
+                moved = replace(moved, pending=event)
         case Begun():
             moved = replace(moved, taking=before.pending)
         case Interrupted():
@@ -284,7 +288,10 @@ def _filled(before: RankState, event: Event, moved: RankState) -> tuple[RankStat
             failed = CommitFailed(swap, before.member, reason, exchanged=before.flipped == swap)
             moved = replace(moved, last=failed, version=None)
         case Reported():
-            moved = _settled(before, moved)
+            assert before.taking is not None
+            # the next decision may be pending already
+            is_same = before.pending is not None and before.pending.swap == before.taking.swap
+            moved = replace(moved, taking=None, pending=None if is_same else before.pending)
         case GaveUp(reason):
             assert before.pending is not None
             report = CommitFailed(before.pending.swap, before.member, reason)
@@ -304,23 +311,6 @@ def _filled(before: RankState, event: Event, moved: RankState) -> tuple[RankStat
         case _:
             moved = _parted(before, event, moved)
     return moved, report
-
-
-def _pending(before: RankState, told: PrepareCommit, moved: RankState) -> RankState:
-    """Take a decision. A repeated one is ignored, unless a controller now calls for the commit."""
-    is_told = before.pending is not None and before.pending.swap == told.swap
-    is_taken = before.taking is not None and before.taking.swap == told.swap
-    if is_taken or (is_told and not told.controlled):
-        return moved
-    return replace(moved, pending=told)
-
-
-def _settled(before: RankState, moved: RankState) -> RankState:
-    """Note that the outcome of the commit is known to the daemon."""
-    taking = before.taking
-    assert taking is not None
-    is_same = before.pending is not None and before.pending.swap == taking.swap  # the next may be pending already
-    return replace(moved, taking=None, pending=None if is_same else before.pending)
 
 
 def _parted(before: RankState, event: Event, moved: RankState) -> RankState:

@@ -14,7 +14,6 @@ from refitd.errors import IllegalTransition, RefitdError
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message
 from refitd.states import Log
-from refitd.text import brief
 
 # --- notes ------------------------------------------------------------------------------------------------
 
@@ -134,10 +133,10 @@ class Effects(list[Instruction]):
         try:
             state = step_of(member.state, event)
         except IllegalTransition as exc:
-            before = "; ".join(member.history) or "none"
+            before = "; ".join(member.events()) or "none"
             raise IllegalTransition(f"{member.id}: {exc}; its last events: {before}") from None
         member.state = state
-        member.history.append(brief(f"{event} -> {state}"))
+        member.history.append((event, state))
         self.moved[member.id] = member
 
 

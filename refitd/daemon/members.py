@@ -9,11 +9,12 @@ import xxhash
 
 from refitd.addressing.places import Places
 from refitd.buffers.written import Written
-from refitd.commit.target_state import Step, TargetState
+from refitd.commit.target_state import Event, Step, TargetState
 from refitd.protocol.cluster import Stage
 from refitd.protocol.local import RegisterSource, RegisterTarget
 from refitd.protocol.sidecar import HeldBase
 from refitd.states import TransferMode
+from refitd.text import brief
 
 # limit on the consecutive full versions that a target gets after its base was found wrong
 MOST_FULL = 64
@@ -247,7 +248,8 @@ class LocalMember:
     source: SourceSide | None = None  # None for a target
     memory: TargetMemory = TargetMemory()
     state: TargetState = field(default_factory=TargetState)  # a source's never changes
-    history: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))  # its last events
+    # its last events, each with the state that followed
+    history: deque[tuple[Event, TargetState]] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     seeding: set[str] = field(default_factory=set)  # target: catch-ups of other replicas that read its version
     bases: BaseTrust = field(default_factory=BaseTrust)  # target: whether its version may be the base of a delta
     proofs: RankProofs = RankProofs()
@@ -258,6 +260,10 @@ class LocalMember:
         if self.source is None or self.source.newest < self.source.first:
             return TransferMode.NONE
         return TransferMode.ARENA if self.registration.request.live else TransferMode.COPIED
+
+    def events(self) -> tuple[str, ...]:
+        """Return its last events as texts, the oldest first."""
+        return tuple(brief(f"{event} -> {state}") for event, state in self.history)
 
     def destinations(self) -> Places:
         """Return the places at which a target's tensors arrive."""

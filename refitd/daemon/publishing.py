@@ -62,7 +62,8 @@ class Publishing:
             self.withdraw(effects, member, version, "there is no coordinator")
             raise
         slot.writing, slot.version = None, version
-        self._wrote(effects, slot, ((0, WHOLE),))
+        if slot.readers:  # a swap stages the version while it is published
+            self._wrote(effects, slot, ((0, WHOLE),))
         self._announce(effects, member, session, request, version, message.is_anew)
 
     def wrote(self, effects: Effects, member: LocalMember, message: local.Wrote) -> None:

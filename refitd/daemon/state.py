@@ -147,7 +147,7 @@ class DaemonState:
         moved = [member for member in untold if self.permits.has_admitted(member.id)]
         self.untold = {member.id for member in untold if not self.permits.has_admitted(member.id)}
         states = tuple(
-            cluster.TargetMoved(m.id, brief(str(m.state)), tuple(m.history), bool(m.proofs.spare_found), m.lacks_base)
+            cluster.TargetMoved(m.id, brief(str(m.state)), m.events(), bool(m.proofs.spare_found), m.lacks_base)
             for m in moved
         )
         return cluster.NodeUpdate(status=self.status(), moved=states)

@@ -53,11 +53,10 @@ class _SwapTimeline:
     dropped: int = 0
     alignment: Alignment | None = None  # of the clocks while the span ran
 
-    def add(self, span: TraceSpan) -> None:
-        if len(self.spans) < MAX_SPANS:
-            self.spans.append(span)
-        else:
-            self.dropped += 1
+    def add(self, *spans: TraceSpan) -> None:
+        room = max(0, MAX_SPANS - len(self.spans))
+        self.spans += spans[:room]
+        self.dropped += len(spans[room:])
 
 
 class Timeline:
@@ -86,7 +85,7 @@ class Timeline:
             case sidecar.RunDone(run, reason=reason) if reason:
                 self._ran((_JOB, run), note=reason)
             case sidecar.RunDone() as done:
-                self._ran((_JOB, done.run), seconds=done.seconds, nbytes=done.bytes, steps=done.steps)
+                self._ran((_JOB, done.run), done.bytes, seconds=done.seconds, steps=done.steps)
             case sidecar.SpansRead(run):
                 self._ran((_DIGESTS, run))
             case WorkerDied(worker):
@@ -99,8 +98,7 @@ class Timeline:
                 self._begin(swap)
                 self._open(swap, "regions", DAEMON, "compare sources")
             case cluster.Stage(swap, plan, version):
-                self._begin(swap)
-                self._publishes(swap, version)
+                self._begin(swap, version)
                 began, ended = self._plans.pop(plan, (0.0, None))
                 if ended is not None:
                     self._swaps[swap].add(TraceSpan(DAEMON, "load plan", began, ended))
@@ -115,10 +113,13 @@ class Timeline:
                 self._latest = None  # later digests belong to a verification, not to the swap
         for instruction in instructions:
             match instruction.message if isinstance(instruction, ToCoordinator) else instruction:
-                case ToWorker(worker, sidecar.RunJob(_, run)):
-                    self._runs_job(worker, run)
-                case ToWorker(worker, sidecar.ReadSpans(run)) if self._latest:
-                    self._begins(self._latest, (_DIGESTS, run), worker, "digests")
+                case ToWorker(worker, sidecar.RunJob(_, number)):
+                    if (job := self._jobs.runs.get(number)) is not None:
+                        what = "exchange with other nodes" if job.crosses else "convert" if job.converts else "copy"
+                        what = f"{what}, compared" if job.verify else what
+                        self._runs_on(worker, getattr(job.purpose, "swap", ""), (_JOB, number), what)
+                case ToWorker(worker, sidecar.ReadSpans(run)):
+                    self._runs_on(worker, self._latest, (_DIGESTS, run), "digests")
                 case RestartWorker(worker):
                     self._ended_with(worker)
                 case cluster.PlanLoaded(plan, reason="", missing=0) if plan in self._plans:
@@ -127,10 +128,12 @@ class Timeline:
                     self._close(swap, "regions")
                 case cluster.StageDone(swap=swap, bytes=nbytes, reason=reason):
                     self._close(swap, "stage", reason, nbytes)
-                case local.Publish(member):
-                    self._published(member)
-                case local.Withdraw(member):
-                    self._published(member, "the version was withdrawn")
+                case local.Publish(member) | local.Withdraw(member) as ended:
+                    note = "the version was withdrawn" if isinstance(ended, local.Withdraw) else ""
+                    known = self._members.get(member)
+                    for swap in self._swaps:
+                        nbytes = 0 if known is None else known.registration.nbytes
+                        self._close(swap, ("publish", member), note, nbytes)
                 case local.CommitDone(swap, member, paused_s) if (found := self._swaps.get(swap)) is not None:
                     self._close(swap, ("commit", member))
                     since, who = self._now - paused_s, f"{self._name(member)}: pause"
@@ -162,56 +165,57 @@ class Timeline:
 
     # --- events -------------------------------------------------------------------------------------------
 
-    def _begin(self, swap: str) -> None:
+    def _begin(self, swap: str, version: int | None = None) -> None:
+        """Begin a swap's timeline, with a span for each source of this node that still writes its version."""
         self._latest = swap
-        if swap not in self._swaps:
-            self._swaps[swap] = _SwapTimeline()
-            while len(self._swaps) > MAX_SWAPS:
-                gone, _ = self._swaps.popitem(last=False)
-                self._runs = {run: at for run, at in self._runs.items() if at[0] != gone}
+        found = self._swaps.setdefault(swap, _SwapTimeline())
+        while len(self._swaps) > MAX_SWAPS:
+            gone, _ = self._swaps.popitem(last=False)
+            self._runs = {run: at for run, at in self._runs.items() if at[0] != gone}
+        for member in self._members.values():
+            for slot in member.source.slots if member.source is not None else ():
+                if version is not None and slot.writing == version:
+                    found.open["publish", member.id] = _Open(self._name(member.id), "publish", slot.since)
 
     def _open(self, swap: str, key: Hashable, who: str, name: str) -> None:
         if (found := self._swaps.get(swap)) is not None:
             found.open.setdefault(key, _Open(who, name, self._now))
 
-    def _close(self, swap: str, key: Hashable, note: str = "", nbytes: int = 0) -> None:
+    def _close(
+        self,
+        swap: str,
+        key: Hashable,
+        note: str = "",
+        nbytes: int = 0,
+        *,
+        seconds: float | None = None,
+        steps: Sequence[sidecar.StepTimes] = (),
+    ) -> None:
+        """End a span; `seconds` is its duration as a worker measured it, without the wait for earlier runs.
+
+        `steps` overlap, so the steps of each kind are a line of their own.
+        """
         found = self._swaps.get(swap)
-        if found is not None and (one := found.open.pop(key, None)) is not None:
-            found.add(TraceSpan(one.who, one.name, one.began, self._now, nbytes, note=note[:200]))
-            # the most accurate alignment of the clocks during the swap
-            found.alignment = self._clock.alignment or found.alignment
-
-    # --- publications that a swap overlaps ----------------------------------------------------------------
-
-    def _publishes(self, swap: str, version: int) -> None:
-        """Open a span for each source of this node that still writes the version."""
-        for member in self._members.values():
-            for slot in member.source.slots if member.source is not None else ():
-                if slot.writing == version:
-                    opened = _Open(self._name(member.id), "publish", slot.since)
-                    self._swaps[swap].open["publish", member.id] = opened
-
-    def _published(self, member: str, note: str = "") -> None:
-        known = self._members.get(member)
-        for swap, found in self._swaps.items():
-            if ("publish", member) in found.open:
-                self._close(swap, ("publish", member), note, 0 if known is None else known.registration.nbytes)
+        if found is None or (one := found.open.pop(key, None)) is None:
+            return
+        began = max(one.began, self._now - seconds) if seconds is not None else one.began
+        made = [TraceSpan(one.who, one.name, began, self._now, nbytes, note=note[:200])]
+        for each in steps:
+            first, last = (max(began, self._now - ago) for ago in (each.began_s, each.ended_s))
+            busy = f"busy for {each.busy_s:.6f} s"
+            made.append(TraceSpan(f"{one.who}: {each.kind}", each.kind, first, last, note=busy))
+        since, before = began, 0
+        for until, so_far in one.chunks:
+            if until > since:
+                made.append(TraceSpan(one.who, "chunks", since, until, max(0, so_far - before)))
+                since, before = until, so_far
+        found.add(*made)
+        # the most accurate alignment of the clocks during the swap
+        found.alignment = self._clock.alignment or found.alignment
 
     # --- runs of workers ----------------------------------------------------------------------------------
 
-    def _runs_job(self, worker: int, number: int) -> None:
-        run = self._jobs.runs.get(number)
-        swap = getattr(run.purpose, "swap", None) if run is not None else None
-        if run is None or swap is None:
-            return
-        what = "copy"
-        if run.crosses:
-            what = "exchange with other nodes"
-        elif run.converts:
-            what = "convert"
-        self._begins(swap, (_JOB, number), worker, f"{what}, compared" if run.verify else what)
-
-    def _begins(self, swap: str, run: _Key, worker: int, name: str) -> None:
+    def _runs_on(self, worker: int, swap: str | None, run: _Key, name: str) -> None:
         if swap in self._swaps:
             pid = self._worker_pids.get(worker)
             self._runs[run] = swap, worker
@@ -226,33 +230,14 @@ class Timeline:
     def _ran(
         self,
         run: _Key,
-        *,
-        seconds: float | None = None,
         nbytes: int = 0,
         note: str = "",
+        *,
+        seconds: float | None = None,
         steps: Sequence[sidecar.StepTimes] = (),
     ) -> None:
-        """End a run; `seconds` is its duration as the worker measured it, without the wait for earlier runs.
-
-        `steps` overlap, so the steps of each kind are a line of their own.
-        """
-        at = self._runs.pop(run, None)
-        one = self._swaps[at[0]].open.pop(run, None) if at is not None else None
-        if at is None or one is None:
-            return
-        found = self._swaps[at[0]]
-        began = max(one.began, self._now - seconds) if seconds is not None else one.began
-        found.add(TraceSpan(one.who, one.name, began, self._now, nbytes, note=note[:200]))
-        for each in steps:
-            first, last = (max(began, self._now - ago) for ago in (each.began_s, each.ended_s))
-            found.add(
-                TraceSpan(f"{one.who}: {each.kind}", each.kind, first, last, note=f"busy for {each.busy_s:.6f} s")
-            )
-        since, before = began, 0
-        for until, so_far in one.chunks:
-            if until > since:
-                found.add(TraceSpan(one.who, "chunks", since, until, max(0, so_far - before)))
-                since, before = until, so_far
+        if (at := self._runs.pop(run, None)) is not None:
+            self._close(at[0], run, note, nbytes, seconds=seconds, steps=steps)
 
     def _ended_with(self, worker: int) -> None:
         for run in [run for run, (_, by) in self._runs.items() if by == worker]:
