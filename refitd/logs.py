@@ -93,7 +93,14 @@ class _LineFormatter(logging.Formatter):
         if self._as_json:
             line = json.dumps(fields | ({"traceback": trace} if trace else {}), default=str)
         else:
-            line = " ".join(f"{key}={_value(value)}" for key, value in fields.items())
+            texts = {key: f"{v:.6f}" if isinstance(v, float) else str(v) for key, v in fields.items()}
+            # names come from peers: they must not move a terminal's cursor or begin a new line
+            line = " ".join(
+                f"{key}={text}"
+                if text and text.isprintable() and not _QUOTED & set(text)
+                else '{}="{}"'.format(key, printable(text.replace("\\", "\\\\").replace('"', '\\"')))
+                for key, text in texts.items()
+            )
             line = f"{line}\n{trace}" if trace else line
         mark = f"<{_PRIORITIES.get(record.levelno, 6)}>" if self._for_journald else ""
         return mark + line.replace("\n", f"\n{mark}")
@@ -167,11 +174,3 @@ class Throttle:
             return False
         self._seen.add(subject)
         return True
-
-
-def _value(value: object) -> str:
-    text = f"{value:.6f}" if isinstance(value, float) else str(value)
-    if not text or _QUOTED & set(text) or not text.isprintable():
-        # names come from peers: they must not move a terminal's cursor or begin a new line
-        return '"' + printable(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
-    return text

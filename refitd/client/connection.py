@@ -379,7 +379,7 @@ class Connection:
         poller.register(dealer.socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         # a closed SEQPACKET peer shows as POLLHUP, which ZeroMQ reports as POLLERR: the daemon has died
-        hang_up = self._descriptors.fileno()
+        hang_up, checked = self._descriptors.fileno(), ""
         poller.register(hang_up, zmq.POLLERR)
         while True:
             ready = dict(poller.poll(10_000))
@@ -395,11 +395,12 @@ class Connection:
                         text = f"node {self._where()}: too much waits to be sent to the daemon, which does not read"
                         waiter.put((local.Failure(code=TransportError.code, message=text), 0))
             while (received := dealer.receive()) is not None:
-                if local_peer(dealer.peer) != (self.daemon.uid, self.daemon.pid):
+                if dealer.peer != checked and local_peer(dealer.peer) != (self.daemon.uid, self.daemon.pid):
                     raise RefusedError(
                         f"{self.directory}: messages come from {dealer.peer!r}, and the daemon here is pid "
                         f"{self.daemon.pid} of uid {self.daemon.uid}; this session has ended"
                     )
+                checked = dealer.peer
                 self._dispatch(received)
             if is_closing:
                 return

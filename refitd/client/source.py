@@ -138,7 +138,8 @@ class Source(SlotSource):
     def _copy_once(self, version: int, tried: list[int], connection: Connection, timeout: float) -> None:
         """Publish a copy over one connection; `tried` gets `version`, and is passed again with the next connection."""
         self._check_open()
-        self._tensors.check_no_capture(f"version {version} cannot be published now")
+        if self._tensors.gpus:
+            self._tensors.check_no_capture(f"version {version} cannot be published now")
         if tried and self._slots.passed_on(version):
             return  # the daemon ended during an earlier try, and the next daemon already knows the finished slot
         tried.append(version)

@@ -21,7 +21,7 @@ from refitd.client.given import (
     refuse_all,
     unmatched,
 )
-from refitd.client.tensors import TensorSet, fingerprint, is_one_memory
+from refitd.client.tensors import TensorSet, fingerprint, gpus_of, is_one_memory
 from refitd.describe.layout import canonical_name
 from refitd.describe.memory import extents, out_of_reach
 from refitd.describe.metadata import ParameterMetadata
@@ -247,7 +247,7 @@ class SourceTensors(TensorSet):
         lies = extents(tensors)
         if unreadable := out_of_reach(lies, write=False):
             raise RefusedError(f"{names[unreadable[0]]}: its memory cannot be read; register the source again")
-        self._raw, self.values, self.tensors = raw, named, tensors
+        self._raw, self.values, self.tensors, self.gpus = raw, named, tensors, gpus_of(tensors)
         self._fingerprints, self._copies = prints, None
         self._cuts = copied_cuts(raw.values())
         return True

@@ -129,7 +129,8 @@ class TakeOver:
                     raise CommitError(
                         f"{what} (swap {prepare.swap}) is over; a commit can be applied once, while it is pending"
                     )
-                if not state.rank.owes_report and (gpu := self._tensors.capturing_gpu()) is not None:
+                gpu = None if state.rank.owes_report or not self._tensors.gpus else self._tensors.capturing_gpu()
+                if gpu is not None:
                     raise RefusedError(
                         f"{what} waits: a CUDA graph is being captured on GPU {gpu}, and nothing was changed; poll "
                         "again after the capture, before the next step"
@@ -139,7 +140,16 @@ class TakeOver:
                 if state.rank.step is RankStep.IDLE:
                     state.step(Begun())
             with self.checks.committing():
-                self._to_its_end(prepare, started)
+                try:
+                    self._take_over(prepare, started)
+                except Exception:
+                    raise
+                except BaseException:
+                    # Finish the commit now: the engine may never poll again, and the swap would wait for it. Completed
+                    # steps are skipped; bytes may be copied twice.
+                    with contextlib.suppress(RefitdError):
+                        self._take_over(prepare, started, is_last=True)
+                    raise
         finally:
             if is_taker:
                 with state.lock:
@@ -171,18 +181,6 @@ class TakeOver:
             if isinstance(rank.last, local.CommitFailed) and rank.last.swap == prepare.swap:
                 raise CommitError(rank.last.reason)
             return rank.taken == prepare.swap
-
-    def _to_its_end(self, prepare: local.PrepareCommit, started: float) -> None:
-        try:
-            self._take_over(prepare, started)
-        except Exception:
-            raise
-        except BaseException:
-            # Finish the commit now: the engine may never poll again, and the swap would wait for it. Completed steps
-            # are skipped; bytes may be copied twice.
-            with contextlib.suppress(RefitdError):
-                self._take_over(prepare, started, is_last=True)
-            raise
 
     def _take_over(self, prepare: local.PrepareCommit, started: float, *, is_last: bool = False) -> None:
         """Commit and report the result. A call that was interrupted may be repeated; the last call must report."""

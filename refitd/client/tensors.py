@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -99,6 +99,7 @@ class TensorSet:
         values: the registered values by name.
         quantized: the names of the MXFP8 values.
         names, tensors: all live tensors; an MXFP8 value has two, its data and its scales.
+        gpus: the GPUs of `tensors`.
         kept: tensors that keep their own values or are skipped. They are not in the other attributes, and are neither
             copied nor checked.
     """
@@ -163,8 +164,7 @@ class TensorSet:
             "reading, say); clone the tensor"
             for i in out_of_reach(lies, write=self._writes)
         )
-        self._settled: Sequence[torch.Tensor] = ()  # `_gpus` was computed from these tensors
-        self._gpus: set[int] = set()
+        self.gpus = gpus_of(self.tensors)
         self.arena_places: tuple[Place, ...] = ()  # set by the client that knows the arenas
         self._fingerprints = [fingerprint(tensor) for tensor in self._captured(named)]
         self.offsets, self.packed_bytes = packed_offsets([t.numel() * t.element_size() for t in self.tensors])
@@ -350,12 +350,12 @@ class TensorSet:
 
     def settle(self) -> None:
         """Wait until the tensors' GPUs have finished this process's work."""
-        for gpu in self._on_gpus():
+        for gpu in self.gpus:
             settle(gpu)
 
     def capturing_gpu(self) -> int | None:
         """Return a GPU of the tensors that captures a CUDA graph; None if no GPU does. A wait would break the graph."""
-        return next((gpu for gpu in self._on_gpus() if is_capturing(gpu)), None)
+        return next((gpu for gpu in self.gpus if is_capturing(gpu)), None)
 
     def check_no_capture(self, what: str) -> None:
         """Refuse a call that waits for GPUs while one captures.
@@ -368,11 +368,6 @@ class TensorSet:
                 f"{what}: a CUDA graph is being captured on GPU {gpu}, and nothing was changed; call again after the "
                 "capture"
             )
-
-    def _on_gpus(self) -> set[int]:
-        if self._settled is not self.tensors:
-            self._settled, self._gpus = self.tensors, {gpu_of(tensor) for tensor in self.tensors} - {HOST}
-        return self._gpus
 
     def copy(self, arena: Arena, *, into_arena: bool, wrote: Wrote = None) -> None:
         """Copy every tensor into an arena in refitd's layout, or out of it; check first that no tensor has moved.
@@ -393,6 +388,11 @@ class TensorSet:
             if not same_bytes(tensor, arena, offset):
                 return name
         return None
+
+
+def gpus_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Return the GPUs of these tensors."""
+    return {gpu_of(tensor) for tensor in tensors} - {HOST}
 
 
 def is_one_memory(one: Any, other: Any) -> bool:

@@ -80,11 +80,6 @@ class Phase(enum.Enum):
     INCOMPLETE = "incomplete"
     ABORTED = "aborted"
 
-    @property
-    def is_final(self) -> bool:
-        """Whether this phase is final."""
-        return self in _OVER
-
 
 class Limits(Struct, frozen=True):
     """Seconds that each phase may take, and the whole swap up to its decision (None: only phases are limited)."""
@@ -403,8 +398,8 @@ def _ignores(event: type[Event], *phases: Phase) -> dict[_Key, Row]:
     return {(event, phase): Row(_ignored, (phase,)) for phase in phases}
 
 
-_IDLE, _PLANNED, _HALTING, _STAGING, _PAUSING, _STAGED, _DECIDING, _COMMITTING, *_OVER = Phase
-_COMMITTED, _INCOMPLETE, _ABORTED = _OVER
+_IDLE, _PLANNED, _HALTING, _STAGING, _PAUSING, _STAGED, _DECIDING, _COMMITTING, *FINAL = Phase
+_COMMITTED, _INCOMPLETE, _ABORTED = FINAL
 _BEFORE_STAGED = (_IDLE, _PLANNED, _HALTING, _STAGING, _PAUSING)
 _UNDECIDED = (*_BEFORE_STAGED, _STAGED)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from refitd.commit.decision import Phase, Swap
+from refitd.commit.decision import FINAL, Phase, Swap
 from refitd.coordinator.actions import Waiter
 from refitd.coordinator.members import Member, Membership
 from refitd.errors import RefusedError
@@ -251,7 +251,7 @@ class Traces:
         phases = tuple(
             TraceSpan("coordinator", _NAMES[phase], began, ended, is_open=phase is swap.phase)
             for (phase, began), ended in zip(entered, ends, strict=True)
-            if not phase.is_final
+            if phase not in FINAL
         )
         report = TraceReport(
             swap.swap,

@@ -37,7 +37,8 @@ def begin(turn: Turn, state: ModelState, running: Running) -> None:
         turn.post(running.swap.swap, _ready(running))
         return
     is_of_all = running.membership is state.membership
-    if is_of_all and state.plan is not None and not _is_in_order(turn, state.membership, state.plan):
+    relayed = is_of_all and state.plan is not None and state.plan.routed.relays.paths
+    if relayed and state.plan is not None and not _is_in_order(turn, state.membership, state.plan):
         members_changed(turn, state)
     if is_of_all and state.plan is not None:
         _plan_ready(turn, running, state.plan)

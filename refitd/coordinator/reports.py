@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from refitd.commit.decision import Phase, Swap
+from refitd.commit.decision import FINAL, Phase, Swap
 from refitd.coordinator.eligibility import kept_names
 from refitd.coordinator.fleet import Fleet, ModelState, Running
 from refitd.coordinator.journals import LiveVersion, SwapRecord
@@ -56,7 +56,7 @@ _OUTCOMES = {
 
 def swap_progress(swap: Swap) -> SwapProgress | None:
     """Return the progress of a running swap; None once it is over."""
-    if swap.phase.is_final:
+    if swap.phase in FINAL:
         return None
     committed = len(swap.members) - len(swap.waiting) if swap.phase is Phase.COMMITTING else 0
     return SwapProgress(

@@ -51,7 +51,8 @@ def start(turn: Turn, asked: local.StartSwap, waiter: Waiter) -> None:
     """
     fleet = turn.fleet
     state = fleet.models.named(asked.model)
-    _check_shared(fleet.models, {asked.model})
+    if len(fleet.models) > 1:
+        _check_shared(fleet.models, {asked.model})
     running = state.running
     if len(state.queue) >= MAX_QUEUED:
         raise RefusedError(f"model {asked.model!r}: {MAX_QUEUED} swaps are waiting already; wait for some of them")
@@ -209,7 +210,7 @@ def _begin(turn: Turn, state: ModelState, due: DueSwap, party: Together | None =
     members = {m.id: m for m in membership.members()}
     in_control = membership.in_control() if membership.controllers else []
     names = {m.id: m.describe() for m in members.values()} | {c.id: c.describe() for c in in_control}
-    swap = decision.begin(fleet.ids.swap(), name, due.version, limits, names, turn.now)
+    swap = decision.begin(fleet.ids.short(), name, due.version, limits, names, turn.now)
     running = Running(
         swap,
         due.version,

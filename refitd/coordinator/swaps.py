@@ -10,7 +10,7 @@ from collections import Counter
 import msgspec
 
 from refitd.commit import decision, swap_events
-from refitd.commit.decision import Phase
+from refitd.commit.decision import FINAL, Phase
 from refitd.commit.lockstep import CommitAtStep, Reached, Silent
 from refitd.coordinator import controllers, preparation
 from refitd.coordinator.actions import Decide, Remember
@@ -56,7 +56,7 @@ def _move(turn: Turn, running: Running, event: swap_events.Event) -> list[swap_e
         turn.log("illegal", reason=str(exc))
         return None
     s = running.swap
-    if s.phase is not before and not s.phase.is_final:
+    if s.phase is not before and s.phase not in FINAL:
         turn.log("swap", swap=s.swap, model=s.model, version=s.version, phase=s.phase.value, reason=s.reason)
     return instructions
 
@@ -220,7 +220,8 @@ def staged(turn: Turn, node: str, done: cluster.StageDone) -> None:
     running = None if state is None else state.running
     if running is not None and running.plan is not None and node in running.swap.nodes:
         running.plan.crossing_s[node] = done.crossing_s
-        running.crossing += done.crossing
+        if running.plan.moves_between:
+            running.crossing += done.crossing
         running.gpu_paths.update(done.paths)
     turn.post(done.swap, swap_events.NodeStaged(node, done.copies, done.bytes + done.converted_bytes))
 
@@ -327,7 +328,8 @@ def _finish(turn: Turn, state: ModelState, running: Running) -> None:
     state.running, state.last = None, report
     del turn.fleet.swapping[s.swap]
     turn.fleet.traces.ended(s, report, turn.wall)
-    preparation.ended(turn, state, running)
+    if s.phase is Phase.ABORTED or running.plan is not state.plan:
+        preparation.ended(turn, state, running)
     if s.phase is Phase.ABORTED:
         controllers.aborted(turn, s.swap)
     outcome, written = report.outcome, msgspec.json.encode(report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from refitd.buffers.written import Spans, Written
@@ -87,6 +87,7 @@ Note: TypeAlias = Answered | Proven | RetainedCompared | SlotsFreed | Leaves | R
 # --- effects ----------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False, repr=False)
 class Effects(list[Instruction]):
     """The instructions that result from one event, in order. Each component appends its own.
 
@@ -97,12 +98,10 @@ class Effects(list[Instruction]):
         is_news: whether to send this node's status to the coordinator after the event.
     """
 
-    def __init__(self, now: float) -> None:
-        super().__init__()
-        self.now = now
-        self.notes: deque[Note] = deque()
-        self.moved: dict[str, LocalMember] = {}
-        self.is_news = False
+    now: float
+    notes: deque[Note] = field(default_factory=deque)
+    moved: dict[str, LocalMember] = field(default_factory=dict)
+    is_news: bool = False
 
     def say(self, message: Message, request: int = 0) -> None:
         """Send the coordinator a message; a non-zero `request` asks for an answer."""

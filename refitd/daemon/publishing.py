@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from refitd.buffers.written import WHOLE, Spans, Written
 from refitd.daemon.effects import Announced, Effects
@@ -137,15 +137,24 @@ class Publishing:
         for version in [*source.leases, *writing] if source is not None else ():
             self.withdraw(effects, member, version, "its client is gone")
 
-    def release(self, effects: Effects, members: Iterable[LocalMember], swap: str) -> None:
-        """End a swap's reads: its slots may be overwritten, its leases end."""
+    def release(
+        self,
+        effects: Effects,
+        members: Iterable[LocalMember],
+        swap: str,
+        unread: tuple[int, Collection[str]] = (-1, ()),
+    ) -> None:
+        """End a swap's reads: its slots may be overwritten, its leases end.
+
+        `unread` is its version, and members whose lease ends too, because the swap read their replicas instead.
+        """
         for member in list(members):
             source = member.source
             if source is None:
                 member.seeding.discard(swap)
                 continue
             for version, readers in list(source.leases.items()):
-                if swap in readers:
+                if swap in readers or (version == unread[0] and member.id in unread[1]):
                     readers.discard(swap)
                     self._end_lease(effects, member, version)
             for slot in source.slots:
@@ -157,12 +166,6 @@ class Publishing:
         """Grant slots whose comparison with a newer version has ended."""
         for member in list(members):
             self._grant(effects, member)
-
-    def end_unread(self, effects: Effects, members: Iterable[LocalMember], version: int) -> None:
-        """End leases of `version` that its swap did not read because it read their replicas instead."""
-        for member in members:
-            if member.source is not None and version in member.source.leases:
-                self._end_lease(effects, member, version)
 
     def expire(self, effects: Effects, members: Iterable[LocalMember]) -> None:
         """Fail requests that waited too long for a slot; the error names the users of the slots."""

@@ -267,9 +267,7 @@ def _coordinator_said(state: DaemonState, effects: Effects, request: int, messag
         case local.Forget(model):
             state.arenas.free(effects, state.retained.forget(model))
         case cluster.EndSwap(swap, version, members):
-            state.publishing.release(effects, state.members.values(), swap)
-            found = [state.members[m] for m in members if m in state.members]
-            state.publishing.end_unread(effects, found, version)
+            state.publishing.release(effects, state.members.values(), swap, (version, members))
         case _:
             pass  # the reply to a request whose client has left
 

@@ -115,9 +115,9 @@ class Timeline:
             match instruction.message if isinstance(instruction, ToCoordinator) else instruction:
                 case ToWorker(worker, sidecar.RunJob(_, number)):
                     if (job := self._jobs.runs.get(number)) is not None:
-                        what = "exchange with other nodes" if job.crosses else "convert" if job.converts else "copy"
-                        what = f"{what}, compared" if job.verify else what
-                        self._runs_on(worker, getattr(job.purpose, "swap", ""), (_JOB, number), what)
+                        name = "exchange with other nodes" if job.crosses else "convert" if job.converts else "copy"
+                        name = f"{name}, compared" if job.verify else name
+                        self._runs_on(worker, getattr(job.purpose, "swap", ""), (_JOB, number), name)
                 case ToWorker(worker, sidecar.ReadSpans(run)):
                     self._runs_on(worker, self._latest, (_DIGESTS, run), "digests")
                 case RestartWorker(worker):
@@ -128,8 +128,8 @@ class Timeline:
                     self._close(swap, "regions")
                 case cluster.StageDone(swap=swap, bytes=nbytes, reason=reason):
                     self._close(swap, "stage", reason, nbytes)
-                case local.Publish(member) | local.Withdraw(member) as ended:
-                    note = "the version was withdrawn" if isinstance(ended, local.Withdraw) else ""
+                case local.Publish(member) | local.Withdraw(member) as said:
+                    note = "the version was withdrawn" if isinstance(said, local.Withdraw) else ""
                     known = self._members.get(member)
                     for swap in self._swaps:
                         nbytes = 0 if known is None else known.registration.nbytes
@@ -216,7 +216,7 @@ class Timeline:
     # --- runs of workers ----------------------------------------------------------------------------------
 
     def _runs_on(self, worker: int, swap: str | None, run: _Key, name: str) -> None:
-        if swap in self._swaps:
+        if swap is not None and swap in self._swaps:
             pid = self._worker_pids.get(worker)
             self._runs[run] = swap, worker
             self._open(swap, run, f"worker {worker} (pid {pid})" if pid else f"worker {worker}", name)

@@ -89,7 +89,8 @@ class Proofs:
         if not member.registration.flips or proof is None or proof.version != member.state.version:
             # if an exchange makes a version live again, its first digests remain valid
             member.proofs = replace(member.proofs, live=None)
-        self._queue.drop_blocks(member.id)
+        if self._queue.work:
+            self._queue.drop_blocks(member.id)
         if member.proofs.live is not None:
             pass
         elif member.proofs.verifies and member.registration.is_proven_live:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from refitd.commit import decision
 from refitd.commit import decision as d
 from refitd.commit import swap_events as e
-from refitd.commit.decision import Limits, Phase, Swap, Verdict
+from refitd.commit.decision import FINAL, Limits, Phase, Swap, Verdict
 from refitd.errors import IllegalTransition
 from tests.exploration.nodes import WHY, Message, Refused
 
@@ -130,7 +130,7 @@ class Coordinator:
         self.fleet = self.fleet._replace(swap=canonical(after))
         for instruction in instructions:
             self._perform(after, instruction)
-        if after.phase.is_final:
+        if after.phase in FINAL:
             self.fleet = self.fleet._replace(swap=None, kind="", held=False)
 
     def _perform(self, swap: Swap, instruction: e.Instruction) -> None:

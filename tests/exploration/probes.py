@@ -17,7 +17,7 @@ from refitd.commit import decision as d
 from refitd.commit import rank_state as r
 from refitd.commit import swap_events as e
 from refitd.commit import target_state as t
-from refitd.commit.decision import Limits, Phase
+from refitd.commit.decision import FINAL, Limits, Phase
 from refitd.errors import IllegalTransition
 from refitd.protocol import local
 from tests.exploration.fleet import FAR, canonical
@@ -103,7 +103,7 @@ def _after_swap(swap: d.Swap) -> Iterator[d.Swap]:
             yield canonical(after)
         except IllegalTransition:
             assert (type(event), swap.phase) not in d.ROWS or hasattr(event, "node") or hasattr(event, "member")
-    if not swap.phase.is_final:
+    if swap.phase not in FINAL:
         yield canonical(d.step(swap, e.TimePassed(), FAR)[0])
 
 
@@ -130,7 +130,7 @@ def check_swaps() -> None:
                 assert d.step(swap, e.CommitReported(member, 0.0), 0.0) == (swap, [])
         if swap.phase is Phase.INCOMPLETE:
             assert swap.failed and set(swap.failed) <= set(swap.members)
-        if swap.phase.is_final:
+        if swap.phase in FINAL:
             assert not swap.waiting
             for event in (*OF_NODES, *OF_MEMBERS, *OTHERS, e.TimePassed()):
                 refuses(lambda event=event, swap=swap: d.step(swap, event, FAR), f"{event} in {swap.phase}")

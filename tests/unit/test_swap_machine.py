@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from refitd.commit import decision as m
 from refitd.commit import swap_events as e
-from refitd.commit.decision import Limits, Phase
+from refitd.commit.decision import FINAL, Limits, Phase
 from refitd.errors import IllegalTransition
 from refitd.text import BRIEF
 
@@ -189,7 +189,7 @@ def test_every_row_leads_to_each_of_its_phases_and_nothing_else_happens() -> Non
                 seen.add(key)
                 left.append(after)
     assert moves == {key: set(row.to) for key, row in m.ROWS.items()}
-    assert {phase for _, phase in moves} == {phase for phase in Phase if not phase.is_final}
+    assert {phase for _, phase in moves} == {phase for phase in Phase if phase not in FINAL}
 
 
 def test_staging_lasts_until_the_version_is_published_in_full() -> None:

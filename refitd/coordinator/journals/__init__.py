@@ -262,11 +262,11 @@ class Journal(ABC):
                 then.
         """
         if self._late:
-            self._write_late()
+            self.note()
         with self._writing():
             return [self._insert(record) for record in records]
 
-    def note(self, entry: SwapRecord | Recovered | KnownNode) -> None:
+    def note(self, *entries: SwapRecord | Recovered | KnownNode) -> None:
         """Write how a swap ended, a recovered live version, or a node. On failure keep it and write it first next time.
 
         How a swap ended is durable with the next `write` or `flush`: one whose end a power failure has taken was
@@ -275,21 +275,8 @@ class Journal(ABC):
         Raises:
             CommitError: as in `write`; the entry is kept.
         """
-        self._late.append(entry)
+        self._late += entries
         del self._late[:-KEPT]
-        self._write_late()
-
-    def flush(self) -> None:
-        """Write the entries that `note` could not write, and make all durable; called each second.
-
-        Raises:
-            CommitError: they still cannot be written.
-        """
-        self._write_late()
-        with contextlib.suppress(sqlite3.Error, CommitError):  # the next write reports the problem
-            self._tidy()
-
-    def _write_late(self) -> None:
         while self._late:
             entry = self._late[0]
             if isinstance(entry, SwapRecord):
@@ -301,6 +288,16 @@ class Journal(ABC):
             else:
                 self._recover(entry)
             del self._late[0]
+
+    def flush(self) -> None:
+        """Write the entries that `note` could not write, and make all durable; called each second.
+
+        Raises:
+            CommitError: they still cannot be written.
+        """
+        self.note()
+        with contextlib.suppress(sqlite3.Error, CommitError):  # the next write reports the problem
+            self._tidy()
 
     def set_drain(self, drain: Drain, at: float) -> None:
         """Write durably that a node is drained, or no longer, at this time (seconds since the epoch).
