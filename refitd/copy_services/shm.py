@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -66,50 +65,19 @@ class _Scratch:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Chunk(ABC):
-    """A part of one copy, at most CHUNK_BYTES long. Addresses are of contiguous bytes, 0 if they are not contiguous."""
+class _Chunk:
+    """A part of one copy, at most CHUNK_BYTES long. Addresses are of contiguous bytes, 0 if they are not contiguous.
+
+    With a `cast` its elements are converted.
+    """
 
     copy: int
     nbytes: int
     destination: Elements
     destination_at: int
-
-    @abstractmethod
-    def write(self, scratch: _Scratch) -> None:
-        """Copy the source to the destination."""
-
-    @abstractmethod
-    def expected_at(self, scratch: _Scratch) -> int:
-        """Read the source again; return the address of the bytes that the destination should hold, packed."""
-
-    def written_at(self, scratch: _Scratch) -> int:
-        """Return the address of the destination's bytes, packed."""
-        return self.destination_at or scratch.gather(self.destination)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _ArenaChunk(_Chunk):
     source: Elements
     source_at: int
-
-    def write(self, scratch: _Scratch) -> None:
-        np.copyto(self.destination, self.source)
-
-    def expected_at(self, scratch: _Scratch) -> int:
-        return self.source_at or scratch.gather(self.source)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _ConvertedChunk(_Chunk):
-    source: Elements
-    cast: int
-    convert: Converter
-
-    def write(self, scratch: _Scratch) -> None:
-        np.copyto(self.destination, self.convert(self.cast, self.source))
-
-    def expected_at(self, scratch: _Scratch) -> int:
-        return scratch.gather(self.convert(self.cast, self.source))
+    cast: int = 0
 
 
 class SharedMemoryService(MappedCopyService):
@@ -122,7 +90,6 @@ class SharedMemoryService(MappedCopyService):
         """See CopyService.prepare."""
         chunks: list[tuple[int, _Chunk]] = []
         reads: list[tuple[int, int, int]] = []
-        convert = Converter()
         # whole columns at once: reading one number of an array costs as much as a small copy
         columns = (getattr(copies, name).tolist() for name in _ROW)
         for row, values in enumerate(zip(*columns, strict=True)):
@@ -139,16 +106,12 @@ class SharedMemoryService(MappedCopyService):
                 as_bytes = not cast and bool(box) and box[-1][1] == box[-1][2] == element and element not in TILE_ITEMS
                 view = _view(target.bytes, dst_at + dst_skip, box, 2, element, as_bytes, dst_stride[-1])
                 order = begins = target.address + dst_at + dst_skip
-                written = (row, view.nbytes, view, begins if view.flags.c_contiguous else 0)
+                begins = begins if view.flags.c_contiguous else 0
                 source = _view(origin.bytes, src_at + src_skip, box, 1, src_element, as_bytes, src_stride[-1])
                 source_at = origin.address + src_at + src_skip
                 if not source.flags.c_contiguous:
                     order, source_at = source_at, 0
-                chunk = (
-                    _ConvertedChunk(*written, source, cast, convert)
-                    if cast
-                    else _ArenaChunk(*written, source, source_at)
-                )
+                chunk = _Chunk(row, view.nbytes, view, begins, source, 0 if cast else source_at, cast)
                 chunks.append((order, chunk))
         # Processors prefetch. In a tensor cut in columns, half a row is followed by its other half, which another copy
         # reads or writes. Running such copies one after the other takes a quarter less time.
@@ -166,15 +129,23 @@ class _SharedMemoryJob(PreparedJob):
         self._chunks, self._reads = chunks, reads
         self._arriving: Arriving | None = None
         self._bytes = sum(chunk.nbytes for chunk in chunks)
-        self._near, self._far = _Scratch(), _Scratch()
+        self._near, self._far, self._convert = _Scratch(), _Scratch(), Converter()
 
     def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
         """See PreparedJob.run. `timeout` does not apply: only `Arriving` waits for another process."""
-        started, near, far = time.perf_counter(), self._near, self._far
+        started, near, far, convert = time.perf_counter(), self._near, self._far, self._convert
         done, next_report = 0, PROGRESS_BYTES
         for chunk in self._chunks if self._arriving is None else self._as_written(self._arriving):
-            chunk.write(near)
-            if verify and _memcmp(chunk.expected_at(near), chunk.written_at(far), chunk.nbytes):
+            source, target = chunk.source, chunk.destination
+            np.copyto(target, convert(chunk.cast, source) if chunk.cast else source)
+            if not verify:
+                differs = False
+            elif chunk.source_at and chunk.destination_at:
+                differs = bool(_memcmp(chunk.source_at, chunk.destination_at, chunk.nbytes))
+            else:  # read the source again; pack what is not contiguous
+                expected = chunk.source_at or near.gather(convert(chunk.cast, source) if chunk.cast else source)
+                differs = bool(_memcmp(expected, chunk.destination_at or far.gather(target), chunk.nbytes))
+            if differs:
                 raise DigestMismatch(
                     f"copy {chunk.copy}: {chunk.nbytes} bytes differ after writing; the source changed while it was "
                     "read, or another process writes to the destination",

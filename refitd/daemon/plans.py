@@ -223,6 +223,14 @@ class NodePlan:
     seeds: frozenset[int] = frozenset()  # ranks of targets that are read, not written
 
     @cached_property
+    def staged(self) -> tuple[int, int]:
+        """How many copies and bytes this node receives."""
+        received = self.outer.received() if self.outer is not None else (0, 0)
+        there = [(len(table), table.total_bytes) for table in (self.table, self.onward) if table is not None]
+        copies, nbytes = zip(received, *there, strict=True)
+        return sum(copies), sum(nbytes)
+
+    @cached_property
     def read_ranks(self) -> frozenset[int]:
         """The ranks of this node that are read."""
         sent = self.outer.sent_ranks() if self.outer else ()

@@ -271,14 +271,12 @@ class LocalSwaps:
             if member.state.swap == local_swap.swap:
                 effects.move(member, StageFinished(local_swap.swap))
         plan = local_swap.plan
-        rows, nbytes = plan.outer.received() if plan.outer is not None else (0, 0)
-        if plan.onward is not None:
-            rows, nbytes = rows + len(plan.onward), nbytes + plan.onward.total_bytes
+        copies, nbytes = plan.staged
         effects.say(
             cluster.StageDone(
                 swap=local_swap.swap,
-                copies=len(plan.table) + rows,
-                bytes=plan.table.total_bytes + nbytes,
+                copies=copies,
+                bytes=nbytes,
                 seconds=local_swap.seconds,
                 crossing_s=local_swap.crossing_s,
                 staging_bytes=local_swap.staging_bytes,

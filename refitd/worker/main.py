@@ -158,7 +158,8 @@ class Worker:
             try:
                 self._handle(message, fds)
             finally:
-                handoff.close_all(fds)
+                if fds:
+                    handoff.close_all(fds)
 
     def _handle(self, message: sidecar.ToWorker, fds: tuple[int, ...]) -> None:
         match message:

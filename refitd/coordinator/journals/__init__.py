@@ -245,7 +245,7 @@ class Journal(ABC):
         ).fetchall()
         for model, version, swap, at, was_decided in rows:
             if was_decided:
-                self._decide(model, version, "", swap, at)
+                self._make_live(model, LiveVersion(version, swap=swap), at, is_new=True)
             else:
                 self._tried(model, version, "")
 
@@ -326,17 +326,26 @@ class Journal(ABC):
             (r.swap, r.model, r.version, r.state, r.plan, r.reason, r.at, r.report, r.run),
         )
         if r.state == "decided":
-            return self._decide(r.model, r.version, r.run, r.swap, r.at)
+            return self._make_live(r.model, LiveVersion(r.version, r.run, swap=r.swap), r.at, is_new=True)
         newest = "(SELECT max(rowid) FROM swaps)"
         self._db.execute(f"DELETE FROM swaps WHERE rowid <= {newest} - ?", (2 * self.kept,))
         if r.state == "aborted":
             self._tried(r.model, r.version, r.run)
         return 0
 
-    def _decide(self, model: str, version: int, run: str, swap: str, at: float) -> int:
-        self._db.execute("UPDATE journal SET sequence = sequence + 1")
-        (sequence,) = self._db.execute("SELECT sequence FROM journal").fetchone()
-        self._set_live(model, LiveVersion(version, run, sequence, swap), at)
+    def _make_live(self, model: str, live: LiveVersion, at: float, *, is_new: bool = False) -> int:
+        """Make a version live, with the next sequence if it `is_new`; return its sequence."""
+        sequence = live.sequence
+        if is_new:
+            self._db.execute("UPDATE journal SET sequence = sequence + 1")
+            (sequence,) = self._db.execute("SELECT sequence FROM journal").fetchone()
+        found = (model, live.version, live.run, sequence)
+        self._db.execute("INSERT OR REPLACE INTO live VALUES (?, ?, ?, ?, ?, ?)", (*found, live.swap, at))
+        self._db.execute("INSERT OR REPLACE INTO decided VALUES (?, ?, ?, ?)", found)
+        self._db.execute(
+            "INSERT INTO numbers (model, decided) VALUES (?1, ?2) ON CONFLICT DO UPDATE SET decided = max(decided, ?2)",
+            (model, live.version),
+        )
         if sequence % FORGET_EVERY == 0:
             for (each,) in self._db.execute("SELECT model FROM live").fetchall():
                 self._db.execute(
@@ -345,15 +354,6 @@ class Journal(ABC):
                     (each, self.kept),
                 )
         return int(sequence)
-
-    def _set_live(self, model: str, live: LiveVersion, at: float) -> None:
-        found = (model, live.version, live.run, live.sequence)
-        self._db.execute("INSERT OR REPLACE INTO live VALUES (?, ?, ?, ?, ?, ?)", (*found, live.swap, at))
-        self._db.execute("INSERT OR REPLACE INTO decided VALUES (?, ?, ?, ?)", found)
-        self._db.execute(
-            "INSERT INTO numbers (model, decided) VALUES (?1, ?2) ON CONFLICT DO UPDATE SET decided = max(decided, ?2)",
-            (model, live.version),
-        )
 
     def _tried(self, model: str, version: int, run: str) -> None:
         self._db.execute(
@@ -367,7 +367,7 @@ class Journal(ABC):
             self._db.execute("UPDATE journal SET sequence = max(sequence, ?)", (entry.live.sequence,))
             if entry.continues not in ("", self.id):
                 self._db.execute("INSERT OR IGNORE INTO continued VALUES (?)", (entry.continues,))
-            self._set_live(entry.model, entry.live, entry.at)
+            self._make_live(entry.model, entry.live, entry.at)
             self._db.execute(
                 "UPDATE numbers SET decided = max(decided, ?) WHERE model = ?", (entry.highest, entry.model)
             )
