@@ -94,13 +94,14 @@ class _LineFormatter(logging.Formatter):
             line = json.dumps(fields | ({"traceback": trace} if trace else {}), default=str)
         else:
             texts = {key: f"{v:.6f}" if isinstance(v, float) else str(v) for key, v in fields.items()}
-            # names come from peers: they must not move a terminal's cursor or begin a new line
             line = " ".join(
                 f"{key}={text}"
                 if text and text.isprintable() and not _QUOTED & set(text)
-                else '{}="{}"'.format(key, printable(text.replace("\\", "\\\\").replace('"', '\\"')))
+                else '{}="{}"'.format(key, text.replace("\\", "\\\\").replace('"', '\\"'))
                 for key, text in texts.items()
             )
+            # names come from peers: they must not move a terminal's cursor or begin a new line
+            line = line if line.isprintable() else printable(line)
             line = f"{line}\n{trace}" if trace else line
         mark = f"<{_PRIORITIES.get(record.levelno, 6)}>" if self._for_journald else ""
         return mark + line.replace("\n", f"\n{mark}")

@@ -141,12 +141,12 @@ class Connection:
             RefitdError: the daemon or the coordinator answered with this error.
         """
         check_process(self.pid)
-        release_dropped()  # the daemon may need their memory for what is asked
         answers: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         number = next(self._numbers)
         frame = encoded(number, message)
         until = time.monotonic() + timeout
         if isinstance(message, _UNDONE):
+            release_dropped()  # the daemon may need their memory for what is asked
             self._settle(min(until, time.monotonic() + SETTLE_S))
         self._waiters[number] = answers  # before _push checks for a lost daemon: _lose wakes the waiters in this dict
         is_answered = False

@@ -157,7 +157,8 @@ class TakeOver:
                     if state.rank.step is RankStep.BEGUN:
                         state.step(Interrupted())
                     state.changed.notify_all()
-        release_dropped()  # after the pause; an engine that only polls gives its dropped arenas back here
+        if self._tensors.gpus:
+            release_dropped()  # after the pause; an engine that only polls gives its dropped arenas back here
         return prepare.version
 
     def ends_elsewhere(self, prepare: local.PrepareCommit) -> bool:

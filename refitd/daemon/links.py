@@ -302,6 +302,17 @@ class ClientSession:
     arenas: set[int] = field(default_factory=set)
     controllers: set[str] = field(default_factory=set)
 
+    def own(self, members: Mapping[str, LocalMember], member_id: str) -> LocalMember:
+        """Return a member of this session.
+
+        Raises:
+            RefusedError: it is not registered, or belongs to another session.
+        """
+        member = members.get(member_id)
+        if member is None or member.session != self.id:
+            raise RefusedError(f"{member_id!r} is not a registration of this session; register again")
+        return member
+
     def check_room(self, message: local.ClientRequest, waiting: int) -> None:
         """Refuse a request beyond this client's limits; waiting requests use the daemon's memory.
 

@@ -130,7 +130,7 @@ class Slot:
     version: int | None = None
     writing: int | None = None  # the version that the client is copying in
     since: float = 0.0  # when the client got the slot for it
-    written: Written = field(default_factory=Written)  # its bytes, as far as the client tells
+    written: Written | None = None  # its bytes, as far as the client tells while it writes them
     readers: set[str] = field(default_factory=set)  # swaps
     compared: set[str] = field(default_factory=set)  # swaps that compare a newer version with this one
 
@@ -299,6 +299,7 @@ class LocalMember:
             if slot.version == version:
                 return Offered(slot.arena, slot.readers)
             if even_begun and slot.writing == version:
+                slot.written = slot.written or Written()
                 return Offered(slot.arena, slot.readers, slot.written)
         return None
 

@@ -72,11 +72,12 @@ class Publishing:
         slot = next((slot for slot in _source(member).slots if slot.writing == version), None)
         if slot is None:
             return  # its copy failed
-        if not slot.written.spans():
+        if slot.written is None or not slot.written.spans():
             effects.say(local.BeginPublish(member.id, version, is_writing=True))
         self._wrote(effects, slot, message.spans)
 
     def _wrote(self, effects: Effects, slot: Slot, spans: Spans) -> None:
+        slot.written = slot.written or Written()
         for begin, end in spans:
             slot.written.add(begin, end)
         self._swaps.wrote(effects, slot.arena, spans)
@@ -121,7 +122,8 @@ class Publishing:
         held = next((s for s in source.slots if version in (s.version, s.writing)), None)
         if not is_lent and held is None:
             return
-        if held is None or held.writing is None or held.written.spans():  # else the coordinator does not know it
+        is_told = held is not None and held.written is not None and bool(held.written.spans())
+        if held is None or held.writing is None or is_told:  # else the coordinator does not know it
             effects.say(local.Withdraw(member=member.id, version=version))
         self._swaps.stop_reading(effects, member, version, reason)
         if is_lent:
@@ -195,7 +197,7 @@ class Publishing:
             source.may_drop, source.lagging = frozenset(), ""  # other ranks may need the remaining versions
             slot = source.slots[index]
             old, slot.version, slot.writing = slot.version, None, waiting.version
-            slot.since, slot.written = effects.now, Written()
+            slot.since, slot.written = effects.now, None
             if old is not None:
                 effects.say(local.Withdraw(member=member.id, version=old))
             effects.tell(waiting.session, waiting.request, local.SlotGranted(slot=index))
@@ -233,7 +235,7 @@ class Publishing:
         source.leases.pop(version, None)
         for slot in source.slots:
             if slot.version == version:
-                slot.version, slot.written = None, Written()
+                slot.version = slot.written = None
         self._grant(effects, member)
 
     def _end_lease(self, effects: Effects, member: LocalMember, version: int) -> None:

@@ -75,6 +75,7 @@ def handle(state: DaemonState, event: Event, now: float) -> list[Instruction]:
             break
         while effects.notes:
             _note(state, effects, effects.notes.popleft())
+    state.next_deadline = state.deadline() if state.proofs.asked or state.regions.asked else None
     state.untold |= effects.moved.keys()
     has_refused = bool(state.refused.asked) and state.refused.watch(effects, now)
     if (has_refused or effects.is_news) and state.link.is_up:
@@ -343,34 +344,34 @@ def _client_said(
             state.controllers.remove(effects, session, member, "its client has closed it")
             effects.tell(session.id, request, local.Done())
         case local.Deregister(member):
-            state.drop(effects, state.own(session, member), "its client has closed it")
+            state.drop(effects, session.own(state.members, member), "its client has closed it")
             effects.tell(session.id, request, local.Done())
         case local.BeginPublish(member, version, timeout_s):
             deadline = state.now + timeout_s
-            state.publishing.begin(effects, state.own(session, member), session.id, request, version, deadline)
+            state.publishing.begin(effects, session.own(state.members, member), session.id, request, version, deadline)
         case local.Wrote(member):
-            state.publishing.wrote(effects, state.own(session, member), message)
+            state.publishing.wrote(effects, session.own(state.members, member), message)
         case local.Publish(member, _, None):
-            state.publishing.lend(effects, state.own(session, member), session.id, request, message)
+            state.publishing.lend(effects, session.own(state.members, member), session.id, request, message)
         case local.Publish(member):
-            state.publishing.publish(effects, state.own(session, member), session.id, request, message)
+            state.publishing.publish(effects, session.own(state.members, member), session.id, request, message)
         case local.Withdraw(member, version):
-            state.publishing.withdraw(effects, state.own(session, member), version, "it was withdrawn")
+            state.publishing.withdraw(effects, session.own(state.members, member), version, "it was withdrawn")
             effects.tell(session.id, request, local.Done())
         case local.StepReached(_, member):
-            state.commits.step_reached(effects, state.own(session, member), message)
+            state.commits.step_reached(effects, session.own(state.members, member), message)
         case local.CommitDone(swap, member, paused_s, exchanged):
-            found = state.own(session, member)
+            found = session.own(state.members, member)
             if state.commits.committed(effects, swap, found, paused_s, exchanged=exchanged):
                 effects.append(Follow(TookOver(found.id, exchanged)))
         case local.Restored(member):
-            state.registrations.restored(effects, session, request, state.own(session, member))
+            state.registrations.restored(effects, session, request, session.own(state.members, member))
         case local.Suspend(member):
-            state.registrations.suspend(effects, session, request, state.own(session, member), message)
+            state.registrations.suspend(effects, session, request, session.own(state.members, member), message)
         case local.LiveChecked(member):
-            state.proofs.client_said(effects, state.own(session, member), message)
+            state.proofs.client_said(effects, session.own(state.members, member), message)
         case local.CommitFailed(swap, member, reason, exchanged):
-            state.commits.failed(effects, swap, state.own(session, member), reason, exchanged=exchanged)
+            state.commits.failed(effects, swap, session.own(state.members, member), reason, exchanged=exchanged)
         case _ if isinstance(message, local.ForwardedRequest):
             state.link.check()
             if isinstance(message, local.GetStatus):

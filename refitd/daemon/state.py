@@ -104,15 +104,13 @@ class DaemonState:
         self.untold: set[str] = set()  # targets whose state the coordinator has not received
         self.live: dict[str, cluster.LiveClaim] = {}  # by model: the coordinator's latest claims
         self.boot = ""  # of the coordinator that last accepted this node
+        self.next_deadline: float | None = None  # when the shell must feed `Due`, if before the next `Tick`
         self.refusal = ""  # the reason for which a coordinator refuses this node, as last logged
 
     # --- reads by the shell -------------------------------------------------------------------------------
 
-    @property
-    def next_deadline(self) -> float | None:
-        """The time at which a `Due` is next needed; None if the next `Tick` is early enough."""
-        if not (self.proofs.asked or self.regions.asked):
-            return None
+    def deadline(self) -> float | None:
+        """Return when a `Due` is next needed; None if the next `Tick` is early enough."""
         deadlines = (self.proofs.next_deadline, self.regions.next_deadline)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
@@ -303,14 +301,3 @@ class DaemonState:
         self.permits.sent(number, self.now)
         self.clock.sent(number, self.now)
         effects.say(message, number)
-
-    def own(self, session: ClientSession, member_id: str) -> LocalMember:
-        """Return a member of this session.
-
-        Raises:
-            RefusedError: it is not registered, or belongs to another session.
-        """
-        member = self.members.get(member_id)
-        if member is None or member.session != session.id:
-            raise RefusedError(f"{member_id!r} is not a registration of this session; register again")
-        return member
