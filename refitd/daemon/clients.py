@@ -327,7 +327,7 @@ class ClientInbox:
             watch,
             files,
             lambda session: feed(act.SessionLeaves(session)),
-            self.said,
+            lambda session, told: feed(act.ClientSaid(session, 0, told)),
         )
         self.router = Router(context, endpoint, uids=users.uids, unsent=_UNREAD)
         self._users = users
@@ -412,7 +412,7 @@ class ClientInbox:
         if isinstance(message, local.Hello):
             self.router.send(identity, request, self._hello(received, message))
             return
-        self.said(session, message, request)
+        self._feed(act.ClientSaid(session, request, message))
 
     def _hold(self, session: int, received: Received) -> None:
         """Decode a large frame on another thread; this client's later messages queue behind it."""
@@ -442,7 +442,7 @@ class ClientInbox:
                 registering = self._state.registering(session, found.message)
                 self._aside.submit((session, received), lambda: replace(found, prepared=registering.check()))
                 return
-            self.said(session, found.message, found.request, found.prepared)
+            self._feed(act.ClientSaid(session, found.request, found.message, found.prepared))
         elif isinstance(found, ProtocolError):
             number = found.request_id if isinstance(found, BadMessage) else 0
             self._tell_bad(received, found)
@@ -453,20 +453,6 @@ class ClientInbox:
         for later in self._held.pop(identity, ()):
             self._held_bytes -= len(later.frame)
             self._from_client(later)
-
-    def said(
-        self, session: int, message: local.ClientRequest, request: int = 0, prepared: act.Prepared | None = None
-    ) -> None:
-        """Feed a client's message to the state; answer an internal error, which must not end the daemon."""
-        try:
-            self._feed(act.ClientSaid(session, request, message, prepared))
-        except Exception as exc:
-            if self._noise.allows(f"internal {session} {type(message).__name__}", time.monotonic()):
-                self._log.failed("internal-error", session=session, message=type(message).__name__)
-            text = f"the daemon made a mistake over {type(message).__name__}: {exc!r}; its log has the details"
-            identity = self.listener.identities.get(session)
-            if identity is not None:
-                self.router.send(identity, request, local.Failure(code="internal", message=text))
 
     def _hello(self, received: Received, hello: local.Hello) -> local.Welcome | local.Failure:
         try:

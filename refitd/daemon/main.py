@@ -180,8 +180,7 @@ class DaemonShell:
         self._publish()
 
     def _follow(self) -> None:
-        """Choose among several coordinators."""
-        if endpoint := self._dealer.follow(self._state.link.is_up):
+        if endpoint := self._dealer.follow(self._state.link.is_up):  # one of several coordinators
             self._log("follows", endpoint=endpoint)
 
     def _publish(self) -> None:
@@ -206,8 +205,8 @@ class DaemonShell:
         if coordinator is not None:
             if (happened := coordinator.watch(self._state.link.unheard_s)) is not None:
                 self._log.write(happened.event, happened.fields)
-            problem = coordinator.problem
-            problems += (problem,) * bool(problem)
+            if problem := coordinator.problem:
+                problems += (problem,)
             if problem and not self._state.link.is_up:
                 self._feed(act.CoordinatorUnreachable(problem))
         if problems != self._problems:
@@ -233,8 +232,7 @@ class DaemonShell:
         elif ready in self._dealer.control_sockets:
             self._no_handshake()
         elif ready == self._clients.listener_fd:
-            refusal = self._clients.accept()
-            if refusal and self._noise.allows(refusal, time.monotonic()):
+            if (refusal := self._clients.accept()) and self._noise.allows(refusal, time.monotonic()):
                 self._log("turned-away", reason=refusal)
         elif ready == self._made_r:
             self._collect()
@@ -260,8 +258,7 @@ class DaemonShell:
         return False
 
     def _no_handshake(self) -> None:
-        reason = self._dealer.failure()
-        if reason is None:
+        if (reason := self._dealer.failure()) is None:
             return
         self._feed(act.CoordinatorUnreachable(reason))
         if self._uncoordinated.allows(reason, time.monotonic()):
@@ -281,9 +278,9 @@ class DaemonShell:
         if not events & ~select.POLLOUT:
             return
         said = self._workers.receive(worker)
+        if isinstance(said, str) and self._workers.is_failing(worker):
+            raise StartFailed(f"worker {worker} dies as soon as it starts: it {said}; see its output above")
         if isinstance(said, str):
-            if self._workers.is_failing(worker):
-                raise StartFailed(f"worker {worker} dies as soon as it starts: it {said}; see its output above")
             self._feed(act.WorkerDied(worker, said))
             return
         for message in said:
@@ -314,25 +311,41 @@ class DaemonShell:
             # an abort replaces workers: first read their messages about the swap, which would be lost
             for worker in list(self._workers.fds.values()):
                 self._from_worker(worker, select.POLLIN)
-        try:
-            self._feed(act.CoordinatorSaid(request, message))
-        except Exception:
-            # without a reply the coordinator aborts the swap at its deadline; the weights on this node do not change
-            self._log.failed("internal-error", peer="coordinator", message=type(message).__name__)
+        self._feed(act.CoordinatorSaid(request, message))
 
     def _feed(self, event: act.Event) -> None:
-        instructions = handle(self._state, event, time.monotonic())
+        instructions: list[act.Instruction] = []
         try:
+            instructions = handle(self._state, event, time.monotonic())
             for instruction in instructions:
                 if not isinstance(instruction, Log):
                     self._perform(instruction)
+        except Exception as exc:
+            if not isinstance(event, act.ClientSaid | act.CoordinatorSaid):
+                raise
+            self._not_handled(event, exc)
         finally:
             for instruction in instructions:
                 # last, because writing a line takes as long as sending a message
-                if isinstance(instruction, Log) and (instruction.event != "refused" or self._is_new(instruction)):
-                    self._log.write(instruction.event, instruction.fields)
+                if isinstance(instruction, Log):
+                    event_name, fields = instruction.event, instruction.fields
+                    subject = f"refused {fields.get('session')} {fields.get('message')}"
+                    # a client can cause any number of equal refusals
+                    if event_name != "refused" or self._noise.allows(subject, time.monotonic()):
+                        self._log.write(event_name, fields)
         if self._monitor is not None:
             self._monitor.watch(event, instructions, self._state)
+
+    def _not_handled(self, event: act.ClientSaid | act.CoordinatorSaid, error: Exception) -> None:
+        """Log an internal error, and tell a client; without a reply the coordinator aborts a swap at its deadline."""
+        kind = type(event.message).__name__
+        who = event.session if isinstance(event, act.ClientSaid) else "coordinator"
+        if self._noise.allows(f"internal {who} {kind}", time.monotonic()):
+            self._log.failed("internal-error", peer=who, message=kind)
+        if isinstance(event, act.ClientSaid) and event.session in self._clients.identities:
+            text = f"the daemon made a mistake over {kind}: {error!r}; its log has the details"
+            failure = local.Failure(code="internal", message=text)
+            self._inbox.router.send(self._clients.identities[event.session], event.request, failure)
 
     def _perform(self, instruction: act.Instruction) -> None:
         match instruction:
@@ -373,16 +386,9 @@ class DaemonShell:
             case act.Follow(event):
                 self._feed(event)
 
-    def _is_new(self, refusal: Log) -> bool:
-        """Whether to log a refusal: a client can cause any number of equal ones."""
-        subject = f"refused {refusal.fields.get('session')} {refusal.fields.get('message')}"
-        return self._noise.allows(subject, time.monotonic())
-
     def _told(self) -> None:
         """Wake the loop; callable from any thread."""
-        with contextlib.suppress(
-            BlockingIOError, OSError
-        ):  # the pipe is full, so the loop wakes anyway; or the pipe is closed
+        with contextlib.suppress(OSError):  # the pipe is full, so the loop wakes anyway; or the pipe is closed
             os.write(self._made_w, b".")
 
     def _collect(self) -> None:
