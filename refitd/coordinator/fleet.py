@@ -225,8 +225,12 @@ class Ids:
         self._count += 1
         return hashlib.blake2b(self._count.to_bytes(8, "big"), key=self._seed, digest_size=nbytes).digest()
 
-    def short(self) -> str:
-        """Return the id of a new swap, or of a new run of a trainer."""
+    def swap(self) -> str:
+        """Return the id of a new swap."""
+        return self.key(4).hex()
+
+    def run(self) -> str:
+        """Return the id of a new run of a trainer."""
         return self.key(4).hex()
 
 

@@ -407,7 +407,7 @@ def _run_of(turn: Turn, state: ModelState, added: cluster.AddShard) -> tuple[str
     if not joined:
         running = state.running
         base = max(state.highest, -1 if running is None else running.version)
-        return turn.fleet.ids.short(), base, base
+        return turn.fleet.ids.run(), base, base
     run = joined[0]
     used = -1
     if (run, added.rank) in state.published:

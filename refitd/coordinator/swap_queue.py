@@ -210,7 +210,7 @@ def _begin(turn: Turn, state: ModelState, due: DueSwap, party: Together | None =
     members = {m.id: m for m in membership.members()}
     in_control = membership.in_control() if membership.controllers else []
     names = {m.id: m.describe() for m in members.values()} | {c.id: c.describe() for c in in_control}
-    swap = decision.begin(fleet.ids.short(), name, due.version, limits, names, turn.now)
+    swap = decision.begin(fleet.ids.swap(), name, due.version, limits, names, turn.now)
     running = Running(
         swap,
         due.version,

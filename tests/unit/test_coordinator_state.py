@@ -152,7 +152,7 @@ def test_ids_and_keys_follow_from_the_seed_and_cannot_be_guessed_without_it() ->
     made = [ids.key() for _ in range(100)]
     assert [again.key() for _ in range(100)] == made and len(set(made)) == 100
     assert others.key() != made[0] and "tell nobody" not in repr(state)
-    assert len(ids.short()) == 8
+    assert (len(ids.swap()), len(ids.run())) == (8, 8)
 
 
 # --- The coordinator's work per swap grows linearly with the number of ranks, not with its square. ------
