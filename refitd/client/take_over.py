@@ -140,16 +140,7 @@ class TakeOver:
                 if state.rank.step is RankStep.IDLE:
                     state.step(Begun())
             with self.checks.committing():
-                try:
-                    self._take_over(prepare, started)
-                except Exception:
-                    raise
-                except BaseException:
-                    # Finish the commit now: the engine may never poll again, and the swap would wait for it. Completed
-                    # steps are skipped; bytes may be copied twice.
-                    with contextlib.suppress(RefitdError):
-                        self._take_over(prepare, started, is_last=True)
-                    raise
+                self._to_its_end(prepare, started)
         finally:
             if is_taker:
                 with state.lock:
@@ -182,6 +173,18 @@ class TakeOver:
             if isinstance(rank.last, local.CommitFailed) and rank.last.swap == prepare.swap:
                 raise CommitError(rank.last.reason)
             return rank.taken == prepare.swap
+
+    def _to_its_end(self, prepare: local.PrepareCommit, started: float) -> None:
+        try:
+            self._take_over(prepare, started)
+        except Exception:
+            raise
+        except BaseException:
+            # Finish the commit now: the engine may never poll again, and the swap would wait for it. Completed steps
+            # are skipped; bytes may be copied twice.
+            with contextlib.suppress(RefitdError):
+                self._take_over(prepare, started, is_last=True)
+            raise
 
     def _take_over(self, prepare: local.PrepareCommit, started: float, *, is_last: bool = False) -> None:
         """Commit and report the result. A call that was interrupted may be repeated; the last call must report."""
