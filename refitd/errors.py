@@ -27,9 +27,13 @@ from refitd.text import printable
 
 
 class RefitdError(Exception):
-    """Base of all errors that refitd raises."""
+    """Base of all errors that refitd raises. Ray can pickle them."""
 
     code = "error"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Restore its attributes without calling `__init__`, whose arguments differ from `args` in some subclasses."""
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
 class ConfigError(RefitdError):

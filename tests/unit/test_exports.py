@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import sys
 from pathlib import Path
@@ -100,3 +101,16 @@ def test_every_error_comes_back_as_itself(kind: type[RefitdError]) -> None:
 
 def test_an_unknown_code_is_still_an_error_of_ours() -> None:
     assert type(from_code("from-the-future", "x")) is RefitdError
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        refitd.PlanError(["a", "b"]),
+        refitd.RefitFailed("late", {"e0": "why"}),
+        refitd.SwapFailed("late", {"e0": "why"}, SwapReport("s", "m", 1, refitd.SwapOutcome.ABORTED)),
+    ],
+)
+def test_an_error_can_be_pickled(error: RefitdError) -> None:
+    found = pickle.loads(pickle.dumps(error))
+    assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
