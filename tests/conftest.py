@@ -16,6 +16,7 @@ from refitd.testing import actors
 hypothesis.settings.register_profile("refitd", deadline=None)
 hypothesis.settings.load_profile("refitd")
 
+os.environ["OMP_NUM_THREADS"] = "1"  # the threads of many processes would wait for each other in busy loops
 os.environ.pop("COLUMNS", None)  # xdist sets it, and commands here must not wrap their output
 
 pytest.register_assert_rewrite("tests.support")

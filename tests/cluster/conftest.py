@@ -48,8 +48,7 @@ def nodes(daemons: Callable[..., tuple[Daemon, ...]]) -> Callable[..., tuple[Dae
 @pytest.fixture
 def meddle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Alter the data that workers receive from other nodes in later jobs; call the result with the kind of change."""
-    meddled.install(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(meddled.SITE), str(Path(__file__).parents[2])]))
     how = tmp_path / "how"
     monkeypatch.setenv(meddled.VARIABLE, str(how))
     how.write_text("")

@@ -23,7 +23,7 @@ WAIT_S = 120
 
 def start(daemon: Daemon, *arguments: str | Path) -> subprocess.Popen[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("REFITD_")}
-    env |= {"REFITD_RUNTIME_DIR": str(daemon.directory), "OMP_NUM_THREADS": "1"}
+    env |= {"REFITD_RUNTIME_DIR": str(daemon.directory)}
     return subprocess.Popen([sys.executable, *arguments], env=env, stdout=subprocess.PIPE, text=True)
 
 

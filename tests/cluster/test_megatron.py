@@ -191,7 +191,7 @@ def test_a_megatron_target_computes_what_the_hugging_face_trainer_computes(
 
 def test_the_example_runs_as_it_says(daemon, tmp_path):
     env = {k: v for k, v in os.environ.items() if not k.startswith("REFITD_")}
-    env |= {"REFITD_RUNTIME_DIR": str(daemon.directory), "OMP_NUM_THREADS": "1"}
+    env |= {"REFITD_RUNTIME_DIR": str(daemon.directory)}
     example = str(ROOT / "examples" / "megatron_trainer.py")
     spawn = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     said = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}

@@ -65,7 +65,7 @@ def test_adapters_go_into_a_slot_of_a_larger_rank_and_what_merges_into_an_engine
 @pytest.mark.slow
 def test_the_example_gives_engines_what_two_fsdp2_ranks_train(daemon: Daemon) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("REFITD_")}
-    env |= {"REFITD_RUNTIME_DIR": str(daemon.directory), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env |= {"REFITD_RUNTIME_DIR": str(daemon.directory), "HF_HUB_OFFLINE": "1"}
     steps = ["--steps", str(STEPS)]
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLE, *steps]
     command = [sys.executable, EXAMPLE, "--engine", *steps]

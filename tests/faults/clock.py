@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import shutil
 import struct
 import subprocess
+import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("clock.c")
@@ -29,9 +32,12 @@ def why_not() -> str:
     return "" if shutil.which("cc") else "no C compiler (cc) to make the library that moves a process's clock"
 
 
-def build(folder: Path, source: Path = SOURCE) -> Path:
-    """Compile the library, or another one."""
-    library = folder / f"{source.stem}.so"
+@functools.cache
+def build(source: Path = SOURCE) -> Path:
+    """Compile the library, or another one; it is removed when this process ends."""
+    folder = tempfile.mkdtemp(prefix="refitd-preloaded")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    library = Path(folder) / f"{source.stem}.so"
     command = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(source)]
     subprocess.run(command, check=True, timeout=60, capture_output=True)
     return library

@@ -41,8 +41,8 @@ class Cluster(BreakableCluster):
         self.clocks: dict[str, clock.Clock] = {}
         self._copy = b""  # of the journal
         self._lost: dict[str, tuple[int, str, float]] = {}  # last row of each swap in removed journals
-        self._library = None if clock.why_not() else clock.build(self.folder)
-        self._sync = None if clock.why_not() else clock.build(self.folder, clock.SOURCE.with_name("sync.c"))
+        self._library = None if clock.why_not() else clock.build()
+        self._sync = None if clock.why_not() else clock.build(clock.SOURCE.with_name("sync.c"))
         self.syncs(fail=False)
         self.start()
 

@@ -97,6 +97,7 @@ def runners() -> Iterator[Runners]:
     [pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow) for case in CASES],
 )
 @pytest.mark.timeout(240)
+@pytest.mark.usefixtures("forked")
 def test_a_fault_leaves_one_version_everywhere_and_nothing_behind(runners: Runners, case: Case) -> None:
     if case.why_not:
         pytest.skip(case.why_not)

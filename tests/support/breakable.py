@@ -112,7 +112,7 @@ class BreakableCluster(Cluster):
 
     def _spawned(self, name: str, node: str, module: str, *arguments: str) -> Member:
         command = [sys.executable, "-m", module, *arguments, "--directory", str(self.daemons[node].directory)]
-        environment = self.marked(name, {**self.environment(name), "OMP_NUM_THREADS": "1"})
+        environment = self.marked(name, self.environment(name))
         return Member(name, command, self.folder / f"{name}.log", environment=environment, said=self.events.put)
 
     # --- the end ------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ TENSORS, ROWS, COLUMNS = 6, 256, 512  # of 64-bit integers: 6 MiB in all
 PATIENCE_S = 5.0  # with a daemon that does not answer
 BEAT_S = 0.1
 RETRY_S = 0.1
-READ_AGAIN_S = 0.005
+READ_AGAIN_S = 0.02
 LEAVES_EVERY = 5  # commits
 
 Tensors = dict[str, torch.Tensor]

@@ -79,7 +79,7 @@ class Trial:
         }
         endpoints = [f"tcp://{address}:{free_port()}" for address in addresses[:COORDINATORS]]
         folder = self._clocks = Path(tempfile.mkdtemp(prefix="rfc"))
-        library = None if clock.why_not() else clock.build(folder)
+        library = None if clock.why_not() else clock.build()
         self.clocks = {
             name: clock.Clock(library, folder / f"{name}.clock")
             for name in ("coordinator", "standby1", "standby2")

@@ -1,6 +1,6 @@
 """Workers whose received messages are altered as the file in MEDDLES_FILE says.
 
-The folder that `install` makes is put in PYTHONPATH. Its `sitecustomize` runs at the start of every process and wraps
+SITE is put in PYTHONPATH. Its `sitecustomize` runs at the start of every process and wraps
 `tcp.join` once a worker imports it.
 """
 
@@ -11,27 +11,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "MEDDLES_FILE"
-WATCHED = "refitd.copy_services.tcp"
-
-_SITECUSTOMIZE = f"""
-import importlib.util, sys
-
-class Watch:
-    def find_spec(self, name, path=None, target=None):
-        if name != "{WATCHED}":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-        def exec_module(module):
-            load(module)
-            from tests.support import meddled
-            meddled.wrap(module)
-        spec.loader.exec_module = exec_module
-        return spec
-
-sys.meta_path.insert(0, Watch())
-"""
+SITE = Path(__file__).with_name("meddled_site")
 
 
 def wrap(tcp: Any) -> None:
@@ -52,8 +32,3 @@ def wrap(tcp: Any) -> None:
         return service
 
     tcp.join = joined
-
-
-def install(folder: Path) -> None:
-    """Make a folder whose presence in PYTHONPATH wraps tcp."""
-    (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import mmap
@@ -35,7 +36,7 @@ WAYS = {
 FLIPS = ("flip", "windows", "mxfp8-flip")
 SHAPES = {"w": (512, 544), "n": (77,)}  # `w` is large enough for a window; MXFP8 modes convert it
 WAIT_S = 60.0
-TOKEN_S = 0.01
+TOKEN_S = 0.02
 
 Values = dict[str, torch.Tensor]
 _numbers = itertools.count()
@@ -46,6 +47,7 @@ def modes_of(point: str) -> tuple[str, ...]:
     return tuple(mode for mode, points in WAYS.items() if point in points)
 
 
+@functools.cache
 def values(version: int) -> Values:
     """Return a version's tensors: every element depends on its place, and is exact in bfloat16."""
     return {
@@ -65,6 +67,7 @@ def parts_of(tensors: dict[str, Any]) -> Values:
     return found
 
 
+@functools.cache
 def _expected(version: int, is_converted: bool) -> Values:
     full: dict[str, Any] = dict(values(version))
     if is_converted:
@@ -126,7 +129,6 @@ class Member:
         self.versions: set[int | None] = set()
         self.calls: list[tuple[str, int | None]] = []  # that the controller got
         self._model, self._steps = model, itertools.count()
-        self._expected: dict[int, Values] = {}
         self._turn = threading.Lock()  # held at commit points, comparisons and during pauses
         self._end = threading.Event()
         self._is_paused = False
@@ -177,9 +179,7 @@ class Member:
 
     def holds(self, version: int) -> bool:
         """Whether all of its tensors have the values of a version, at their first addresses."""
-        if version not in self._expected:
-            self._expected[version] = _expected(version, self.mode.startswith("mxfp8"))
-        wanted = self._expected[version]
+        wanted = _expected(version, self.mode.startswith("mxfp8"))
         same = all(torch.equal(self.live[name], tensor) for name, tensor in wanted.items())
         return same and self.addresses == [tensor.data_ptr() for tensor in self.live.values()]
 
@@ -246,7 +246,7 @@ class Fleet:
         self.members: dict[str, Member] = {}
         self.trainer = daemon.connect("trainer", reconnect=reconnect)
         self._clients = [self.trainer]
-        self._given = values(0)
+        self._given = {name: tensor.clone() for name, tensor in values(0).items()}
         self.source = self.trainer.register_source(self.model, self._given, slots=slots)
 
     def connect(self, name: str, daemon: Daemon | None = None) -> refitd.Client:
