@@ -63,6 +63,7 @@ def test_output_that_cannot_be_written_is_one_line_and_exit_1(shared_daemon: Dae
         found.said("refitctl: ", *words)
 
 
+@pytest.mark.real_starts  # its limit is there from the first import on
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_of_which_a_part_is_written_is_no_success(tmp_path: Path, unbuffered: str) -> None:
     with (tmp_path / "help").open("w") as small:
@@ -118,6 +119,7 @@ def limited(count: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (count, count))
 
 
+@pytest.mark.real_starts  # its limit is there from the first import on
 @pytest.mark.parametrize(
     "count", [*(pytest.param(count, marks=pytest.mark.slow) for count in (6, 7, 9, 12, 14)), 10, 16]
 )
@@ -137,6 +139,7 @@ def test_too_few_descriptors_are_one_line_that_names_the_limit(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.real_starts  # its limit is there from the first import on
 def test_umask_that_takes_everything_leaves_a_service_its_own_files(tmp_path: Path) -> None:
     def masked() -> None:
         os.umask(0o777)

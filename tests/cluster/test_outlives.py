@@ -149,6 +149,7 @@ def test_workers_that_were_replaced_on_purpose_are_not_held_against_them(start_d
         here.swaps_again()
 
 
+@pytest.mark.real_starts  # its workers are to import another xxhash
 def test_a_daemon_whose_workers_cannot_start_stays_and_refuses_swaps_with_the_reason(
     start_daemon: Start, tmp_path: Path
 ) -> None:

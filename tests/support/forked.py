@@ -24,7 +24,8 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -48,6 +49,7 @@ IMPORTED = (
     "refitd_cli.commands.serve",
     "refitd_cli.control",
 )
+EMULATED = ("torch._meta_registrations", "torch.distributed.tensor")  # see tests/support/fake_torch/late.py
 PROGRAMS = ("refitd.", "refitd_cli.", "tests.support.")
 CODE = "import sys; from tests.support import forked; forked.main(int(sys.argv[1]))"
 # Imports depend on variables with these prefixes: programs that differ in one are forked from another process.
@@ -118,7 +120,7 @@ def start(*given: Any) -> int:
     words = [os.fsdecode(word) for word in args]
     is_module = words[1:2] == ["-m"] and words[2].startswith(PROGRAMS)
     is_ours = words[0] == sys.executable and (is_module or (words[1:2] == ["-c"] and words[2] != CODE))
-    is_plain = given[2] and prepare is None and group in (-1, None) and all(one in (None, -1) for one in who)
+    is_plain = given[2] and group in (-1, None) and all(one in (None, -1) for one in who)
     if not (is_ours and is_plain):
         return int(executed(*given))
     environment = dict(os.environ) if env is None else dict(os.fsdecode(one).split("=", 1) for one in env)
@@ -129,14 +131,11 @@ def start(*given: Any) -> int:
         "words": words,
         "environment": environment,
         "numbers": list(fds),
-        "folder": os.getcwd() if cwd is None else os.fsdecode(cwd),
         "session": session,
-        "umask": int(Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0], 8),
-        "limits": {number: resource.getrlimit(number) for number in LIMITS},
-        "cpus": os.sched_getaffinity(0),
-        "ignored": [one for one in signal.valid_signals() if signal.getsignal(one) is signal.SIG_IGN],
-        "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        **(_inherited() if prepare is None else _prepared(prepare)),
     }
+    if cwd is not None:
+        request["folder"] = os.fsdecode(cwd)
     with _lock:
         source = _source(_early(environment))
         try:
@@ -147,6 +146,34 @@ def start(*given: Any) -> int:
             _sources.remove(source)
             source.close()
             return int(executed(*given))
+
+
+def _inherited() -> dict[str, Any]:
+    """Return what a program inherits from this process, besides descriptors."""
+    return {
+        "folder": os.getcwd(),
+        "umask": int(Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0], 8),
+        "limits": {number: resource.getrlimit(number) for number in LIMITS},
+        "cpus": os.sched_getaffinity(0),
+        "ignored": [one for one in signal.valid_signals() if signal.getsignal(one) is signal.SIG_IGN],
+        "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+    }
+
+
+def _prepared(prepare: Callable[[], object]) -> dict[str, Any]:
+    """Return what a program inherits from a fork of this process that `prepare` has altered."""
+    told, tell = os.pipe()
+    if not (pid := os.fork()):
+        try:
+            prepare()
+            os.write(tell, pickle.dumps(_inherited()))
+        finally:
+            os._exit(0)
+    os.close(tell)
+    os.waitpid(pid, 0)
+    with open(told, "rb") as file:
+        found: dict[str, Any] = pickle.load(file)
+    return found
 
 
 def _source(wanted: Mapping[str, str]) -> Source | None:
@@ -295,9 +322,12 @@ def _run(how: str, what: str) -> int:
 
 def prepare() -> None:
     """Import what programs need, and from now on fork them, in this process and its forks."""
-    for name in IMPORTED:
+    is_emulated = any(Path(path).name == "fake_torch" for path in sys.path)
+    for name in (*IMPORTED, *(EMULATED if is_emulated else ())):
         with contextlib.suppress(ImportError):  # there are tests without torch
             importlib.import_module(name)
+    for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        one.atexit = False  # torch would unload its libraries for 0.3 s
     subprocess._fork_exec = start  # type: ignore[attr-defined]
     gc.collect()
     gc.freeze()
