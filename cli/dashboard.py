@@ -21,7 +21,7 @@ from refitd.protocol.reports import (
 from refitd.states import ServingState, SwapOutcome
 from refitd_cli import html
 from refitd_cli.opened import PLAN, RUNNING, TRACE, Opened
-from refitd_cli.output import counted, duration, size, version, versions
+from refitd_cli.output import age, counted, duration, size, version, versions
 from refitd_cli.view import drained_lines, lost_lines, node_state, problem_lines
 
 # Limit on the rows of one table; further rows are counted.
@@ -29,6 +29,9 @@ MAX_ROWS = 200
 
 # Characters that fit on one line.
 SHORT = 24
+
+# Failed swaps that are listed before the models.
+FAILURES = 5
 
 # Swaps whose traces are offered: as many as the coordinator keeps.
 TRACES = 16
@@ -41,11 +44,12 @@ _STYLE = """
 @media (prefers-color-scheme: dark) {
   :root { --good: #3fb950; --warn: #d29922; --bad: #ff7b72; --bar: #79b8ff; }
 }
-body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 75rem; padding: 0 1rem 3rem; }
-h1 { font-size: 1.3rem; margin: 1rem 0 .2rem; } h2 { font-size: 1.1rem; margin: 1.6rem 0 .3rem; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 100rem; padding: 0 1rem 3rem; }
+header { display: flex; justify-content: space-between; align-items: baseline; margin: 1rem 0 .2rem; }
+h1 { font-size: 1.3rem; margin: 0; } h2 { font-size: 1.1rem; margin: 1.6rem 0 .3rem; }
 h3 { font-size: .95rem; margin: 1rem 0 .2rem; } p { margin: .2rem 0; } h2, p, td { overflow-wrap: anywhere; }
-table { border-collapse: collapse; width: 100%; }
-th, td { text-align: left; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+table { border-collapse: collapse; min-width: 50%; }
+th, td { text-align: left; padding: .2rem 1.2rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { font-weight: 600; } th, .short { white-space: nowrap; }
 .n { text-align: right; font-variant-numeric: tabular-nums; }
 .good { color: var(--good); } .warn { color: var(--warn); } .bad { color: var(--bad); font-weight: 600; }
@@ -55,16 +59,21 @@ details { margin: .3rem 0; } summary { cursor: pointer; overflow-wrap: anywhere;
 .map rect, .rows rect, .charts rect { fill: var(--bar); } .rows .open { fill: var(--warn); }
 .rows .failed, .charts .failed { fill: var(--bad); }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: .2rem 1.5rem; }
-.charts figure { margin: 0; } .charts figcaption { font-size: .85rem; } .charts svg { width: 100%; background: #8881; }
+.charts figure { margin: 0; } .charts figcaption { font-size: .85rem; }
+.charts svg { width: 100%; height: 3.5rem; background: #8881; }
 body:has(#failures:checked) .fine { display: none; }
 .rows { display: grid; grid-template-columns: minmax(10rem, 22rem) 1fr; gap: .1rem .8rem; align-items: center;
   font-size: .85rem; } .rows div { overflow-wrap: anywhere; } .who { grid-column: 1 / -1; font-weight: 600; }
 .rows svg { width: 100%; height: .7rem; background: #8882; }
 @media (max-width: 45rem) {
-  thead { display: none; } tr { display: block; border-bottom: 1px solid var(--line); padding: .4rem 0; }
-  td { display: flex; gap: 1rem; justify-content: space-between; border: 0; padding: .1rem 0; text-align: right; }
+  table { width: 100%; } thead { display: none; }
+  tr { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 0 1rem; padding: .4rem 0;
+    border-bottom: 1px solid var(--line); }
+  td, .n { display: flex; gap: .6rem; border: 0; padding: .1rem 0; text-align: left; }
+  .short { white-space: normal; } td:not(.short) { grid-column: 1 / -1; }
   .rows { grid-template-columns: 1fr; } .what { margin-top: .2rem; }
-  .none { display: none; } td::before { content: attr(data-label); flex: none; font-weight: 600; text-align: left; }
+  td.none { display: none; }
+  td::before { content: attr(data-label); flex: none; width: 5.4rem; color: #888; font-weight: 400; }
 }
 """
 
@@ -116,7 +125,7 @@ _SHELL = """<!doctype html>
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>refitd</title><style>{style}</style></head>
 <body><p id="late" class="bad" hidden>refitctl dashboard does not answer; what is shown is old.</p>
-<label><input type="checkbox" id="failures"> only failures</label>
+<header><h1>refitd</h1><label><input type="checkbox" id="failures"> only failures</label></header>
 <main>{main}</main><script>{script}</script></body>
 </html>
 """
@@ -184,7 +193,7 @@ def _page(text: str, status: int = 200) -> Page:
 
 def fragment(shown: Shown) -> str:
     """Return the inner part of the page."""
-    parts = ["<h1>refitd</h1>"]
+    parts: list[str] = []
     when = datetime.fromtimestamp(shown.at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     if shown.problem:
         known = "since" if shown.status is not None else "yet; tried at"
@@ -193,17 +202,20 @@ def fragment(shown: Shown) -> str:
         return "\n".join([*parts, html.line("The page shows the cluster as soon as it answers.", "dim")])
     parts.append(
         html.line(
-            f"{when}: coordinator pid {status.coordinator_pid}, up {duration(status.uptime_s)}; "
+            f"{when}: coordinator pid {status.coordinator_pid}, up {age(status.uptime_s)}; "
             f"{counted(len(status.nodes), 'node')}, {counted(len(status.models), 'model')}",
             "dim",
         )
     )
     parts += [html.line(line, "bad") for line in (*lost_lines(status), *problem_lines(status))]
     parts += [html.line(line, "warn") for line in drained_lines(status)]
-    nodes = [*map(_lost, status.lost), *map(_node, status.nodes)]
+    nodes = [*map(_lost, status.lost), *map(_node, sorted(status.nodes, key=_is_fine))]
     parts += ["<h2>Nodes</h2>", _table(_NODE_COLUMNS, nodes, "none")]
+    if failed := [one for one in shown.swaps if one.state in _FAILED][:FAILURES]:
+        parts += ["<h2>Failed swaps</h2>", _table(_SWAP_COLUMNS, map(_swap, failed), "none")]
     for model in status.models:
-        parts += _model(model, [one for one in shown.swaps if one.model == model.model])
+        lost = {one.replica: node.node for node in status.lost for one in node.replicas if one.model == model.model}
+        parts += _model(model, [one for one in shown.swaps if one.model == model.model], lost)
     if not status.models:
         parts.append(html.line("No models: no trainer and no engine has registered yet."))
     parts += ["<h2>Last swaps</h2>", _table(_SWAP_COLUMNS, map(_swap, shown.swaps), "none")]
@@ -245,7 +257,8 @@ class _ReplicaRow:
         return -lacking if self.served is None else 0, -abs(self.lag) or -lacking, self.name
 
 
-def _model(model: ModelStatus, swaps: Sequence[HistoryEntry]) -> Iterable[str]:
+def _model(model: ModelStatus, swaps: Sequence[HistoryEntry], lost: Mapping[str, str]) -> Iterable[str]:
+    """Yield a model's part of the page; `lost` has the replicas that are lost with a node, and that node."""
     yield f"<h2>{html.text(model.model)}</h2>"
     waits = f"; {model.queued} swaps wait" if model.queued else ""
     decided = "nothing is decided yet" if model.live is None else f"version {model.live} is decided"
@@ -270,9 +283,15 @@ def _model(model: ModelStatus, swaps: Sequence[HistoryEntry]) -> Iterable[str]:
     yield from charts(swaps)
     pauses = _pauses(model.last_swap)
     yield "<h3>Replicas</h3>"
-    yield _table(_REPLICA_COLUMNS, (_replica(one, pauses) for one in replicas), "no engine has registered")
+    gone = [
+        (Cell(name), Cell("-"), Cell("-"), Cell("-"), Cell(f"lost with node {node}", "bad"), Cell(node), Cell("-"))
+        for name, node in sorted(lost.items())
+        if name not in by_replica
+    ]
+    rows = [*gone, *(_replica(one, pauses) for one in replicas)]
+    yield _table(_REPLICA_COLUMNS, rows, "no engine has registered")
     yield f"<h3>Trainer: {len(model.sources)} of {model.source_world_size} ranks</h3>"
-    rows = (
+    ranks = (
         (
             Cell(str(source.rank)),
             Cell(f"{source.node}/{source.host}"),
@@ -283,7 +302,7 @@ def _model(model: ModelStatus, swaps: Sequence[HistoryEntry]) -> Iterable[str]:
         )
         for source in model.sources
     )
-    yield _table(_SOURCE_COLUMNS, rows, "no trainer has registered")
+    yield _table(_SOURCE_COLUMNS, ranks, "no trainer has registered")
 
     if model.sources and model.targets:
         source = html.path(PLAN, model.model, _view(model))
@@ -336,6 +355,7 @@ def _replica(one: _ReplicaRow, pauses: dict[str, float]) -> Sequence[Cell]:
 
 _SWAP_COLUMNS = ("when (UTC)", "swap", "model", ">version", "kind", "ended", ">bytes", ">took", ">paused", "reason")
 _NODE_COLUMNS = ("node", "state", "host", ">pid", ">workers", ">clients", ">arenas", ">arena bytes")
+_FAILED = ("aborted", "incomplete")
 _TONES = {"committed": "good", "aborted": "warn", "decided": "warn", "incomplete": "bad"}
 
 
@@ -359,11 +379,15 @@ def _swap(entry: HistoryEntry) -> Sequence[Cell]:
 def _lost(node: LostNode) -> Sequence[Cell]:
     return (
         Cell(node.node),
-        Cell(f"lost {duration(node.silent_s)} ago", "bad"),
+        Cell(f"lost {age(node.silent_s)} ago", "bad"),
         Cell(node.host),
         Cell(str(node.pid)),
         *(Cell("-") for _ in _NODE_COLUMNS[4:]),
     )
+
+
+def _is_fine(node: NodeStatus) -> bool:
+    return not node.is_late and all(node.workers)
 
 
 def _node(node: NodeStatus) -> Sequence[Cell]:
@@ -416,14 +440,16 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], nothing: str)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>{more}"
 
 
-WIDTH, HEIGHT, BAR, GAP = 600, 48, 10, 2  # units of the drawing: room for 50 swaps
+HEIGHT, BAR, GAP = 48, 10, 2  # units of the drawing, which is stretched to its place
+FEWEST, MOST = 20, 50  # bars that there is room for
 
 
 def charts(swaps: Sequence[HistoryEntry]) -> Iterator[str]:
     """Yield three charts of a model's swaps, given the newest first and drawn the oldest first."""
-    ended = [one for one in reversed(swaps) if one.report is not None][-WIDTH // (BAR + GAP) :]
+    ended = [one for one in reversed(swaps) if one.report is not None][-MOST:]
     if len(ended) < 2:
         return
+    width = (BAR + GAP) * max(FEWEST, len(ended))
     yield '<div class="charts">'
     for title, value, unit in (
         ("time", _time, duration),
@@ -437,8 +463,9 @@ def charts(swaps: Sequence[HistoryEntry]) -> Iterator[str]:
             for number, (one, found) in enumerate(zip(ended, values, strict=True))
         )
         yield (
-            f"<figure><figcaption>{title}, up to {html.text(unit(max(values)))}</figcaption>"
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="xMinYMax meet" role="img">{bars}</svg></figure>'
+            f"<figure><figcaption>{title}: last {html.text(unit(values[-1]))}, up to {html.text(unit(max(values)))}"
+            f'</figcaption><svg viewBox="0 0 {width} {HEIGHT}" preserveAspectRatio="none" role="img">{bars}</svg>'
+            "</figure>"
         )
     yield "</div>"
 

@@ -100,6 +100,14 @@ def duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 60 else f"{seconds:,.0f} s"
 
 
+def age(seconds: float) -> str:
+    """Return how long ago something was, for people: 35 s, 12 min, 5 h, 3 d."""
+    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds / 86400:,.0f} d"
+
+
 def rate(nbytes: float, seconds: float) -> str:
     """Return bytes per second for people; "-" where no time was measured."""
     return f"{nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else "-"

@@ -18,7 +18,7 @@ from refitd.protocol.reports import (
 )
 from refitd.states import LinkState, ServingState, SwapOutcome
 from refitd.text import target_rank
-from refitd_cli.output import Grid, console, duration, grid, rank_ranges, rate, say, size, version, versions
+from refitd_cli.output import Grid, age, console, duration, grid, rank_ranges, rate, say, size, version, versions
 
 # the states in the order of their urgency
 _ORDER = (
@@ -196,7 +196,7 @@ TARGET_COLUMNS = ("replica", ">rank", "node/host", ">pid", ">tensors", ">bytes",
 def status_parts(report: StatusReport, nothing: str = NO_MODELS, *, with_events: bool = False) -> Iterator[str | Grid]:
     """Yield a status report's lines and tables, top to bottom; `nothing` is the line without models."""
     where = f" on {report.host}" if report.host else ""
-    yield f"coordinator: pid {report.coordinator_pid}{where}, up {duration(report.uptime_s)}"
+    yield f"coordinator: pid {report.coordinator_pid}{where}, up {age(report.uptime_s)}"
     yield from lost_lines(report)
     yield grid("nodes", NODE_COLUMNS, map(_node, report.nodes))
     if rows := [row for node in report.nodes for row in _gpus(node)]:
@@ -237,7 +237,7 @@ def lost_lines(report: StatusReport) -> Iterator[str]:
         more = f" and {len(took) - 4} more" if len(took) > 4 else ""
         what = f", with {', '.join(took[:4])}{more}" if took else ""
         yield (
-            f"node {lost.node}: lost {duration(lost.silent_s)} ago ({lost.reason}){what}; check host {lost.host} and "
+            f"node {lost.node}: lost {age(lost.silent_s)} ago ({lost.reason}){what}; check host {lost.host} and "
             f"its daemon (pid {lost.pid}); if it will not return: `refitctl forget --node {lost.node}`"
         )
 
@@ -273,7 +273,7 @@ def print_parts(parts: Iterable[str | Grid]) -> None:
 
 def node_state(node: NodeStatus) -> tuple[str, str]:
     """Return a connected node's state in words, and its tone for the dashboard."""
-    return (f"late: silent for {duration(node.silent_s)}", "warn") if node.is_late else ("connected", "good")
+    return (f"late: silent for {age(node.silent_s)}", "warn") if node.is_late else ("connected", "good")
 
 
 def _node(node: NodeStatus) -> Sequence[str]:
@@ -284,7 +284,7 @@ def _node(node: NodeStatus) -> Sequence[str]:
         node.address or "-",
         str(node.pid),
         node.refitd or "-",
-        duration(node.uptime_s),
+        age(node.uptime_s),
         str(len(node.workers)),
         str(node.clients),
         str(node.arenas),

@@ -181,7 +181,7 @@ def said(turn: Turn, node: str, message: local.Controlled) -> None:
 def _paused(turn: Turn, found: Controller, reason: str) -> None:
     if not found.is_decided:
         found.step = ControlStep.PAUSED
-        failed = swap_events.MemberFailed(found.id, f"its pause hook failed: {reason}")
+        failed = swap_events.MemberFailed(found.id, reason)
         turn.post(found.swap, failed if reason else swap_events.QuietReported(found.id))
     elif reason:
         found.note_failure(turn.now)

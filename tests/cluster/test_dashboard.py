@@ -8,7 +8,6 @@ import itertools
 import os
 import pty
 import re
-import shutil
 import signal
 import struct
 import subprocess
@@ -30,11 +29,11 @@ from refitd.protocol.plan_reports import PairTraffic
 from refitd.testing import Daemon, eventually
 from refitd_cli.dashboard import Pages, Shown
 from refitd_cli.opened import Opened
+from tests.support.browser import CHROMIUM, chromium
 from tests.support.cli import PLAN, STATUS, TARGET, FakeClient
 from tests.support.fleet import go_live
 from tests.support.programs import ended
 
-CHROMIUM = shutil.which("chromium")
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
 
 
@@ -137,13 +136,6 @@ class AllOpen(Pages):
     def __getitem__(self, path: str) -> Callable[[], Page]:
         make = super().__getitem__(path)
         return lambda: replace(make(), body=make().body.replace(b"<details ", b"<details open "))
-
-
-def chromium(url: str, *options: str) -> str:
-    """Return headless Chromium's dump of a page after its script has run for some (virtual) seconds."""
-    command = [CHROMIUM or "", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", *options]
-    ran = subprocess.run([*command, url], capture_output=True, text=True, timeout=60, check=True)
-    return ran.stdout
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from refitd.errors import RefusedError, TransportError
-from refitd.protocol.reports import HistoryEntry
+from refitd.protocol.reports import HistoryEntry, LostNode, ReplicaName
 from refitd_cli import dashboard
 from refitd_cli.commands.dashboard import Latest
 from refitd_cli.dashboard import Pages, Shown, fragment
@@ -72,7 +72,7 @@ def test_charts_show_the_last_swaps_oldest_first_and_failures_by_colour():
     ]
     page = fragment(Shown(STATUS, swaps, 0.0))
     time, _, _ = re.findall(r"<figure>(.*?)</figure>", page)
-    assert "time, up to 3.00 s" in time
+    assert "time: last 3.00 s, up to 3.00 s" in time
     bars = re.findall(r'<rect class="(\w*)" [^>]*height="([\d.]+)"><title>(.*?)</title>', time)
     assert [(tone, title) for tone, _, title in bars] == [
         ("", "version 1, committed: 1.00 s"),
@@ -117,6 +117,23 @@ def test_who_serves_nothing_comes_first_and_then_who_lags_most():
     assert found[3][4] == "1 behind, 1 serving"
 
 
+def test_lost_nodes_their_replicas_and_failed_swaps_come_before_the_models():
+    lost = LostNode("n9", "box", 9, 35.0, "silent", (ReplicaName("policy", "z"),))
+    late = structs.replace(STATUS.nodes[0], node="n1", silent_s=4.0)
+    shown = structs.replace(STATUS, nodes=(STATUS.nodes[0], late), lost=(lost,))
+    page = fragment(Shown(shown, SWAPS, 0.0))
+    assert [row[:2] for row in rows(page, "<h2>Nodes")] == [
+        ["n9", "lost 35 s ago"],
+        ["n1", "late: silent for 4 s"],
+        ["n0", "connected"],
+    ]
+    assert rows(page, "<h3>Replicas")[0] == ["z", "-", "-", "-", "lost with node n9", "n9", "-"]
+    assert "Failed swaps" not in page
+    page = fragment(Shown(shown, (HistoryEntry("s9", "policy", 9, "incomplete", 0.0, "why"), *SWAPS), 0.0))
+    assert [row[1] for row in rows(page, "<h2>Failed swaps")] == ["s9"]
+    assert page.index("Failed swaps") < page.index("<h2>policy")
+
+
 def test_texts_of_others_are_no_markup():
     target = structs.replace(TARGET, replica=HOSTILE, node=HOSTILE)
     model = structs.replace(STATUS.models[0], model=HOSTILE, targets=(target,))
@@ -127,7 +144,7 @@ def test_texts_of_others_are_no_markup():
     plain = Tags(fragment(Shown(STATUS, (SWAPS[1],), 0.0, "away")))
     assert {tag for tag, _ in found.tags} <= {tag for tag, _ in plain.tags} | {"p"}
     assert {name for _, given in found.tags for name in given} <= {*ALLOWED}
-    assert found.words.count("<script>alert(1)</script>") == 14
+    assert found.words.count("<script>alert(1)</script>") == 18
     assert all(char.isprintable() or char == "\n" for char in found.words)
 
 
