@@ -212,7 +212,7 @@ def _engine(folder: Path, work: Path, replica: str) -> Any:
         max_model_len=128,
         enable_prefix_caching=False,
         weight_transfer_config={"backend": "refitd"},
-        additional_config={"refitd": {"directory": str(work), "replica": replica, "timeout_s": 20}},
+        additional_config={"refitd": {"runtime_dir": str(work), "replica": replica, "timeout_s": 20}},
     )
 
 

@@ -53,7 +53,7 @@ def _refitted(client: Any, work: Path, follow: bool) -> dict[str, Any]:
         max_model_len=512,
         enable_prefix_caching=True,
         weight_transfer_config={"backend": "refitd"},
-        additional_config={"refitd": {"directory": str(work), "replica": f"{follow}", "follow": follow}},
+        additional_config={"refitd": {"runtime_dir": str(work), "replica": f"{follow}", "follow": follow}},
     )
     greedy = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True, logprobs=1)
     longer = SamplingParams(temperature=0, max_tokens=IN_FLIGHT, detokenize=False, ignore_eos=True)

@@ -38,7 +38,7 @@ class NativeTransfer:
         tensors = {name: p.detach() for name, p in model.named_parameters()}
         register = {"cast": "bfloat16"}
         info = RefitdTrainerInitInfo(
-            rank=0, tensors=tensors, directory=str(work), register=register, engine={"replica": "a"}
+            rank=0, tensors=tensors, runtime_dir=str(work), register=register, engine={"replica": "a"}
         )
         self._trainer = WeightTransferTrainerFactory.trainer_init(info, client=HTTPVLLMWeightSyncClient(url))
 
@@ -79,7 +79,7 @@ def run(tp: int, size: str, protocol: str) -> dict[str, Any]:
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
                 transfer: Any
                 if protocol == "trl":
-                    transfer = RefitdWeightTransfer(server.url, directory=str(work), cast=torch.bfloat16)
+                    transfer = RefitdWeightTransfer(server.url, runtime_dir=str(work), cast=torch.bfloat16)
                     transfer.init_weight_transfer()
                 else:
                     transfer = NativeTransfer(server.url, model, work)

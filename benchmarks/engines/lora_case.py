@@ -55,7 +55,13 @@ def run(tp: int, size: str, follow: bool) -> dict[str, Any]:
 def _engine(work: Path, folder: Path, adapter: Path, tp: int, follow: bool) -> Any:
     from vllm import LLM
 
-    settings = {"directory": str(work), "replica": "a", "model": "policy-lora", "lora": str(adapter), "follow": follow}
+    settings = {
+        "runtime_dir": str(work),
+        "replica": "a",
+        "model": "policy-lora",
+        "lora": str(adapter),
+        "follow": follow,
+    }
     return LLM(
         model=str(folder),
         dtype="bfloat16",

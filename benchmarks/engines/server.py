@@ -41,7 +41,7 @@ class Server:
             *("--port", self.url.rpartition(":")[2], "--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager"),
             *("--skip-tokenizer-init", "--max-model-len", "256", "--tensor-parallel-size", str(tp)),
             *("--weight-transfer-config", json.dumps({"backend": "refitd"}), "--served-model-name", "policy"),
-            *("--additional-config", json.dumps({"refitd": {"directory": str(work), **settings}})),
+            *("--additional-config", json.dumps({"refitd": {"runtime_dir": str(work), **settings}})),
             *("--no-enable-prefix-caching", *options),
         ]
         environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}

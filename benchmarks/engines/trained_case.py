@@ -48,7 +48,7 @@ def run() -> dict[str, Any]:
                 max_model_len=128,
                 enable_prefix_caching=False,
                 weight_transfer_config={"backend": "refitd"},
-                additional_config={"refitd": {"directory": str(work), "replica": "a"}},
+                additional_config={"refitd": {"runtime_dir": str(work), "replica": "a"}},
             )
 
             def embeddings() -> torch.Tensor:

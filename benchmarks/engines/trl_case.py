@@ -52,7 +52,7 @@ class Checked(RefitdWeightTransfer):
     """Compares the server's weights after each transfer with the weights after its reload of a file."""
 
     def __init__(self, server: Server, saved: Path, work: Path) -> None:
-        super().__init__(server.url, directory=str(work), cast=torch.bfloat16)
+        super().__init__(server.url, runtime_dir=str(work), cast=torch.bfloat16)
         self._server, self._saved = server, saved
         self.equal: list[bool] = []
         self.seconds: list[float] = []

@@ -169,7 +169,7 @@ def _measured(
         max_model_len=256,
         enable_prefix_caching=False,
         weight_transfer_config={"backend": "refitd"},
-        additional_config={"refitd": {"directory": str(work), "replica": "a", "follow": follow}},
+        additional_config={"refitd": {"runtime_dir": str(work), "replica": "a", "follow": follow}},
     )
     greedy = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
 

@@ -173,7 +173,7 @@ def _compared(
         max_num_seqs=4,
         enable_prefix_caching=False,
         weight_transfer_config={"backend": "refitd"},
-        additional_config={"refitd": {"directory": str(work), "replica": "a", "timeout_s": 30.0}},
+        additional_config={"refitd": {"runtime_dir": str(work), "replica": "a", "timeout_s": 30.0}},
     )
     greedy = SamplingParams(
         temperature=0, max_tokens=8, detokenize=False, ignore_eos=True, logprobs=1, prompt_logprobs=1

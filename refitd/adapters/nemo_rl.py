@@ -41,7 +41,7 @@ class RefitdTransport:
         *,
         model: str = "policy",
         replica: str = "generation",
-        directory: str = "",
+        runtime_dir: str = "",
         timeout_s: float = 600.0,
         slots: int = 2,
         release_after_refit: bool = False,
@@ -52,7 +52,7 @@ class RefitdTransport:
             bucket_size: the largest batch for the engine's loader, in bytes; a larger tensor forms its own batch.
             model: the model's name in refitd.
             replica: the prefix of the generation ranks' replica names. Each rank has all tensors and is a replica.
-            directory: the daemon's directory; "": this user's default.
+            runtime_dir: the daemon's directory; "": this user's default.
             timeout_s: seconds for one refit, counted on each rank from its start of the refit.
             slots: the number of versions that a policy rank's node stores.
             release_after_refit: read by NeMo-RL, which then finalizes after each refit and prepares before the next.
@@ -62,7 +62,7 @@ class RefitdTransport:
                 f"bucket_size is {bucket_size} and timeout_s {timeout_s}, expected numbers above 0"
             )
         self._bucket_size, self._timeout, self._slots = bucket_size, timeout_s, slots
-        self._model, self._replica, self._directory = model, replica, directory
+        self._model, self._replica, self._runtime_dir = model, replica, runtime_dir
         self._client: refitd.Client | None = None
         self._room: SessionRoom | None = None
         self._share: PublishedShare | None = None
@@ -76,7 +76,7 @@ class RefitdTransport:
     def prepare(self) -> dict[str, Any]:
         """Connect to this node's daemon; return a session. NeMo-RL passes the first policy rank's to all ranks."""
         self.finalize()
-        self._client = refitd.connect(self._directory or None, name="nemo-rl", reconnect=False)
+        self._client = refitd.connect(self._runtime_dir or None, name="nemo-rl", reconnect=False)
         return {"refitd": uuid.uuid4().hex[:12], "model": self._model}
 
     def get_target_weight_layout(self) -> dict[str, Any] | None:

@@ -40,7 +40,7 @@ class Settings:
     Attributes:
         model: the model's name in refitd.
         replica: this engine's name; "" is its host. Data-parallel engines add their rank.
-        directory: the daemon's directory; "" is this user's default one.
+        runtime_dir: the daemon's directory; "" is this user's default one.
         checkpoint: the folder of safetensors that the engine loaded at its start, to check the layout.
         check: compare the engine's weights with the checkpoint before using the layout.
         timeout_s: seconds to wait for the trainer's tensors, and for each version.
@@ -48,7 +48,7 @@ class Settings:
 
     model: str = "policy"
     replica: str = ""
-    directory: str = ""
+    runtime_dir: str = ""
     checkpoint: str = ""
     check: bool = True
     timeout_s: float = 120.0
@@ -94,7 +94,9 @@ class SchedulerRank:
         if self._target is None:
             if self._lifeline is None and multiprocessing.parent_process() is not None:
                 self._lifeline = refitd.Lifeline.of_parent("SGLang's server")
-            self._client = refitd.connect(self._settings.directory or None, reconnect=False, lives_with=self._lifeline)
+            self._client = refitd.connect(
+                self._settings.runtime_dir or None, reconnect=False, lives_with=self._lifeline
+            )
             try:
                 self._target, self._is_new = self._register(self._client), True
             except BaseException:
@@ -273,7 +275,7 @@ class Follower:
             raise refitd.RefusedError(
                 "cached prefixes would be of older versions; start SGLang with --disable-radix-cache"
             )
-        with refitd.connect(settings.directory or None) as client:
+        with refitd.connect(settings.runtime_dir or None) as client:
             found = next((m for m in client.status().models if m.model == settings.model), None)
             if found is None or not found.sources or len(found.sources) < found.source_world_size:
                 return None

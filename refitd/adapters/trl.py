@@ -36,7 +36,7 @@ class RefitdWeightTransfer:
         servers: str | Sequence[str] = (),
         *,
         model: str = "policy",
-        directory: str = "",
+        runtime_dir: str = "",
         pause: str = "keep",
         engine: dict[str, Any] | None = None,
         cast: torch.dtype | Mapping[str, str | torch.dtype] | None = None,
@@ -47,7 +47,7 @@ class RefitdWeightTransfer:
         Args:
             servers: base URLs of vLLM servers, started with VLLM_SERVER_DEV_MODE=1.
             model: the model's name in refitd.
-            directory: the daemon's directory; "" is this user's default one.
+            runtime_dir: the daemon's directory; "" is this user's default one.
             pause: the handling of running requests: "keep", "abort" or "wait", as in vLLM's /pause.
             engine: further settings of the engines, as in docs/vllm.md; the default replica name is the server's
                 address.
@@ -55,7 +55,7 @@ class RefitdWeightTransfer:
             timeout: seconds to wait for a server to be up, and for one version.
         """
         self._servers = (servers,) if isinstance(servers, str) else tuple(servers)
-        self._model, self._directory, self._pause, self._timeout = model, directory, pause, timeout
+        self._model, self._runtime_dir, self._pause, self._timeout = model, runtime_dir, pause, timeout
         self._engine, self._cast = engine or {}, cast
         self._pauses_late = False
         self._client: refitd.Client | None = None
@@ -63,7 +63,7 @@ class RefitdWeightTransfer:
 
     def init_weight_transfer(self) -> None:
         """Connect to the daemon, and wait until the servers are up."""
-        self._client = refitd.connect(self._directory or None, name="trl")
+        self._client = refitd.connect(self._runtime_dir or None, name="trl")
         self._fleet = Fleet(self._client, self._model)
         deadline = time.monotonic() + self._timeout
         for server in self._servers:

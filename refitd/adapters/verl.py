@@ -44,7 +44,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         is_master: bool = False,
         *,
         model: str = "policy",
-        directory: str = "",
+        runtime_dir: str = "",
         timeout: float = 600.0,
         slots: int = 2,
         device: str = "cpu",
@@ -56,7 +56,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
             bucket_size: verl's bucket size in bytes. Larger tensors are yielded on the GPU, if there is one.
             is_master: whether this is the trainer's rank 0.
             model: the model's name in refitd.
-            directory: the daemon's directory; "": this user's default.
+            runtime_dir: the daemon's directory; "": this user's default.
             timeout: seconds for each wait. A rollout worker's wait for a version lasts from the trainer's first gather
                 to the commit.
             slots: the number of versions that the trainer's node stores.
@@ -64,7 +64,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
             keep_buffers: keep slots and buffers between updates. False: `finalize` frees them.
         """
         self.bucket_size, self.is_master = bucket_size, is_master
-        self._model, self._directory, self._timeout = model, directory, float(timeout)
+        self._model, self._runtime_dir, self._timeout = model, runtime_dir, float(timeout)
         self._slots, self._device, self._keeps = slots, device, keep_buffers
         self._name = f"{PREFIX}{socket.gethostname()[:40]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._client: refitd.Client | None = None
@@ -319,7 +319,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
                 self._disconnect()
             else:
                 return self._client
-        self._client = refitd.connect(self._directory or None, name="verl", reconnect=False)
+        self._client = refitd.connect(self._runtime_dir or None, name="verl", reconnect=False)
         return self._client
 
 

@@ -116,7 +116,9 @@ def test_sglang_refuses_another_revision_and_an_engine_without_its_checkpoint(
     with daemon.connect("trainer") as trainer:
         trainer.register_source(policy(), {**trained(1), "norm": torch.zeros(65)})
         checkpoint = write_checkpoint(tmp_path, trained(0))
-        settings = sglang.Settings(model=policy(), replica="a", directory=str(daemon.directory), checkpoint=checkpoint)
+        settings = sglang.Settings(
+            model=policy(), replica="a", runtime_dir=str(daemon.directory), checkpoint=checkpoint
+        )
         with pytest.raises(refitd.RefusedError, match=r"norm: the trainer offers \[65\], .* has \[64\]"):
             sglang.SchedulerRank(Model(), settings).bind()
         with pytest.raises(refitd.RefusedError, match="to check the layout against"):

@@ -34,7 +34,7 @@ def test_nemo_rls_own_synchronizer_refits(ray: Any, daemon: Daemon, tmp_path: Pa
     policy_class = ray.remote(num_cpus=1)(nemo_rl_ray.PolicyActor)
     generation_class = ray.remote(num_cpus=1)(nemo_rl_ray.GenerationActor)
     settings = {
-        "directory": str(daemon.directory),
+        "runtime_dir": str(daemon.directory),
         "timeout_s": 60.0,
         "update_weights_bucket_memory_ratio": 0.06,
         "release_after_refit": releases,

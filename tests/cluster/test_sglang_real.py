@@ -123,7 +123,7 @@ def test_sglangs_weight_updater_calls_the_custom_loader(
             for name, tensor in values(version).items():
                 weights[name].copy_(tensor)
             source.publish(version)
-            settings = {"replica": "a", "directory": str(daemon.directory), "checkpoint": one_rank}
+            settings = {"replica": "a", "runtime_dir": str(daemon.directory), "checkpoint": one_rank}
             assert sglang.drive(Engine(), trainer, version, **settings).outcome == "committed"
             assert (model.fused == version).all()
         source.close()
@@ -153,7 +153,7 @@ def test_sglangs_registry_gives_a_commit_point_before_each_batch(
     vars(stand_in)["Scheduler"] = Scheduler
     monkeypatch.setitem(sys.modules, "sglang.srt.managers", ModuleType("sglang.srt.managers"))
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.scheduler", stand_in)
-    monkeypatch.setenv(sglang.SETTINGS, json.dumps({"replica": "a", "directory": str(daemon.directory)}))
+    monkeypatch.setenv(sglang.SETTINGS, json.dumps({"replica": "a", "runtime_dir": str(daemon.directory)}))
     sglang.register()
     HookRegistry.apply_hooks()
     scheduler: Any = Scheduler()

@@ -100,7 +100,7 @@ def test_a_stream_that_is_wrong_publishes_nothing(daemon: Daemon) -> None:
 
 def test_trls_protocol_makes_what_it_streams_live(daemon: Daemon) -> None:
     """Without servers to drive, and with engines that commit by themselves; scripts/try-engines has servers."""
-    transfer = RefitdWeightTransfer(model=policy(), directory=str(daemon.directory), timeout=60.0)
+    transfer = RefitdWeightTransfer(model=policy(), runtime_dir=str(daemon.directory), timeout=60.0)
     with pytest.raises(refitd.RefusedError, match="has not been called"):
         transfer.send_weights(iter([]))
     transfer.init_weight_transfer()

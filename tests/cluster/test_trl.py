@@ -75,7 +75,7 @@ def test_servers_pause_before_the_trainer_sends_with_wait_and_else_only_for_the_
     daemon: Daemon, pause: str
 ) -> None:
     with serving(daemon) as (server, mine):
-        transfer = RefitdWeightTransfer(server.url, directory=str(daemon.directory), pause=pause, timeout=30.0)
+        transfer = RefitdWeightTransfer(server.url, runtime_dir=str(daemon.directory), pause=pause, timeout=30.0)
         transfer.init_weight_transfer()
         transfer.pause()
         assert server.requests == (["pause?mode=wait"] if pause == "wait" else [])

@@ -36,7 +36,7 @@ def engine(daemon: Daemon, base: str) -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
     def make(**settings: Any) -> Any:
-        given = {"bucket_size": 1 << 20, "directory": str(daemon.directory), "timeout": WAIT_S}
+        given = {"bucket_size": 1 << 20, "runtime_dir": str(daemon.directory), "timeout": WAIT_S}
         made.append(adapter.RefitdCheckpointEngine(**(given | settings)))
         return made[-1]
 
@@ -155,8 +155,8 @@ def test_the_rollout_may_be_on_another_node(nodes: Callable[..., Any], engine: C
     near, far = nodes(2)
 
     async def main() -> None:
-        trainer = engine(is_master=True, directory=str(near.directory))
-        rollout = engine(directory=str(far.directory))
+        trainer = engine(is_master=True, runtime_dir=str(near.directory))
+        rollout = engine(runtime_dir=str(far.directory))
         for step in (1, 2):
             await updated(trainer, rollout, step)
 

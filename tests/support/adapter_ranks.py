@@ -123,7 +123,7 @@ class Verl:
         adapter = importlib.import_module("refitd.adapters.verl")
         self._loaded: Tensors = {}
         self._engine = adapter.RefitdCheckpointEngine(
-            bucket_size=BUCKET, is_master=role == "master", directory=directory, timeout=WAIT_S
+            bucket_size=BUCKET, is_master=role == "master", runtime_dir=directory, timeout=WAIT_S
         )
 
     def prepare(self) -> Any:
@@ -166,7 +166,7 @@ class NemoRl:
         from refitd.adapters.nemo_rl import RefitdTransport
 
         self._loaded: Tensors = {}
-        self._engine = RefitdTransport(bucket_size=BUCKET, directory=directory, timeout_s=WAIT_S)
+        self._engine = RefitdTransport(bucket_size=BUCKET, runtime_dir=directory, timeout_s=WAIT_S)
 
     def prepare(self) -> Any:
         return self._engine.prepare()
@@ -217,7 +217,7 @@ class TrlTrainer:
     def __init__(self, directory: str, servers: list[str]) -> None:
         from refitd.adapters.trl import RefitdWeightTransfer
 
-        self._transfer = RefitdWeightTransfer(servers, directory=directory, timeout=WAIT_S)
+        self._transfer = RefitdWeightTransfer(servers, runtime_dir=directory, timeout=WAIT_S)
         self._transfer.init_weight_transfer()
 
     def send(self, step: int, fault: str) -> None:
@@ -238,7 +238,7 @@ class VllmTrainer:
         sys.modules.update(vllm_modules(values(0)))
         adapter = importlib.import_module("refitd.adapters.vllm.trainer")
         self._servers, self._weights = servers, values(0)
-        info = adapter.RefitdTrainerInitInfo(tensors=self._weights, directory=directory, wait_s=WAIT_S)
+        info = adapter.RefitdTrainerInitInfo(tensors=self._weights, runtime_dir=directory, wait_s=WAIT_S)
         self._trainer = adapter.RefitdTrainer.trainer_init(info, client=self)
 
     def init_weight_transfer_engine(self, settings: dict[str, Any]) -> None:
@@ -270,7 +270,7 @@ class Trainer:
     """A trainer that registers its tensors, for engines that follow; with servers, it drives SGLang's."""
 
     def __init__(self, directory: str, servers: list[str], checkpoint: str) -> None:
-        self._settings = {"replica": "a", "directory": directory, "checkpoint": checkpoint}
+        self._settings = {"replica": "a", "runtime_dir": directory, "checkpoint": checkpoint}
         self._servers, self._weights = servers, values(0)
         self._client = refitd.connect(directory, name="trainer")
         self._source = self._client.register_source("policy", self._weights)
@@ -433,7 +433,7 @@ class VllmEngine(Engine):
         sys.modules.update(vllm_modules(values(0)))
         adapter: Any = importlib.import_module("refitd.adapters.vllm.engine")
         retry_soon()
-        settings = {"directory": directory, "replica": replica, "follow": not port}
+        settings = {"runtime_dir": directory, "replica": replica, "follow": not port}
         super().__init__(port)
         self._engine: Any = adapter.RefitdEngine(None, vllm_config(settings), torch.device("cpu"), self.model)
         self.start()
@@ -471,7 +471,7 @@ class SglangEngine(Engine):
         retry_soon()
         self._sglang, self._hooks, self._turn = sglang, hooks, threading.Lock()
         if not port:
-            os.environ[sglang.SETTINGS] = json.dumps({"directory": directory, "replica": "a"})
+            os.environ[sglang.SETTINGS] = json.dumps({"runtime_dir": directory, "replica": "a"})
             sglang.register()
         super().__init__(port)
         self._scheduler = SimpleNamespace(

@@ -153,7 +153,7 @@ def main(directory: str) -> None:
         backend="refitd",
         custom_backend_module="refitd.adapters.verl",
         update_weights_bucket_megabytes=1,
-        engine_kwargs={"refitd": {"model": MODEL, "directory": directory, "timeout": 60.0}},
+        engine_kwargs={"refitd": {"model": MODEL, "runtime_dir": directory, "timeout": 60.0}},
     )
     rollout_config = RolloutConfig(name="vllm", checkpoint_engine=config)
     actors = group(Trainer, 2, config=config)

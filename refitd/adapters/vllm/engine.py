@@ -243,7 +243,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         """Learn the layout from the model's own loader, check it, and register it; or register an adapter."""
         started = time.perf_counter()
         client = self._client = self._client or refitd.connect(
-            info.directory or None, reconnect=False, lives_with=self._lifeline
+            info.runtime_dir or None, reconnect=False, lives_with=self._lifeline
         )
         rank, world_size, replica = self._place(info)
         offered = client.tensors(info.model, timeout=min(info.timeout_s, 10.0) if info.follow else info.timeout_s)

@@ -16,7 +16,7 @@ class RefitdInitInfo(WeightTransferInitInfo):
         model: the model's name in refitd.
         replica: this engine's name; "" is its host and vLLM's instance id. Data-parallel engines of a dense model add
             their index.
-        directory: the daemon's directory; "" is this user's default one.
+        runtime_dir: the daemon's directory; "" is this user's default one.
         follow: commit every decided version between two steps, without a trainer that drives the engine.
         check: compare the engine's weights with its checkpoint before using the layout.
         lora: the folder of a LoRA adapter, as requests name it. Versions of `model` are then this adapter's tensors,
@@ -28,7 +28,7 @@ class RefitdInitInfo(WeightTransferInitInfo):
 
     model: str = "policy"
     replica: str = ""
-    directory: str = ""
+    runtime_dir: str = ""
     follow: bool = False
     check: bool = True
     adopt: bool = True

@@ -25,7 +25,7 @@ class RefitdTrainerInitInfo(TrainerInitInfo):
     tensors: Any = None
     model: str = "policy"
     world_size: int = 1
-    directory: str = ""
+    runtime_dir: str = ""
     wait_s: float = 60.0  # for the other trainer ranks to publish
     register: dict[str, Any] | None = None  # further arguments of `register_source`
     engine: dict[str, Any] | None = None  # settings of the engines (refitd.adapters.vllm.settings.RefitdInitInfo)
@@ -43,7 +43,7 @@ class RefitdTrainer(TrainerWeightTransferEngine[RefitdTrainerInitInfo]):
         if info.tensors is None:
             raise refitd.RefusedError("tensors is None, expected the module or the tensors of this rank")
         self._info = info
-        self._refitd = refitd.connect(info.directory or None)
+        self._refitd = refitd.connect(info.runtime_dir or None)
         self._source = self._refitd.register_source(
             info.model, info.tensors, rank=info.rank, world_size=info.world_size, **(info.register or {})
         )
