@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object last; progress goes to stderr")
     parser.add_argument("--quick", action="store_true", help="small and soon over, where a benchmark has such a form")
     parser.add_argument("--record", action="store_true", help="store the figures in benchmarks/results")
-    parser.add_argument("--only", help="the cases of swap or plan whose names match this pattern")
+    parser.add_argument("--only", metavar="CASES", help="measure the cases that this pattern matches; '?' lists them")
     parser.add_argument("--gib", type=int, nargs="+", help="models of flip of these sizes only; prints what they need")
     parser.add_argument("--minutes", type=float, help="how long the soak takes")
     parser.add_argument("--seed", type=int, help="of the soak's faults")
@@ -52,10 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     extra = {name: value for name in ("minutes", "seed") if (value := getattr(options, name)) is not None}
     if extra and options.name not in LONG:
         parser.error(f"--{next(iter(extra))} is for {', '.join(LONG)}")
+    cases = machine.Cases() if options.only is None else machine.Cases(options.only)
     if options.only is not None:
-        extra["only"] = options.only
-        if options.name not in ("swap", "plan"):
-            parser.error("--only is for swap and plan")
+        if options.name is None:
+            parser.error("--only is for one benchmark: scripts/bench NAME --only CASES")
+        if options.record and options.name != "swap":
+            parser.error("--record is for complete figures: without --only (swap keeps those of its other cases)")
     if options.gib is not None:
         extra["gib"] = options.gib
         if options.name != "flip":
@@ -71,7 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"==> {name}", file=sys.stderr, flush=True)
         try:
             module = importlib.import_module((BENCHMARKS | LONG)[name])
-            results[name] = _run(partial(module.run, **extra), options.json, options.quick)
+            given = dict(extra)
+            if "cases" in inspect.signature(module.run).parameters:
+                given["cases"] = cases
+            elif options.only is not None:
+                parser.error(f"{name} has one case: run it without --only")
+            results[name] = _run(partial(module.run, **given), options.json or options.only is not None, options.quick)
+            cases.check()
         except NotComparable as error:
             parser.error(str(error))
         except Exception as error:  # a failure must not hide the results of the others
@@ -82,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr)
     if options.json:
         print(json.dumps(results[options.name] if options.name else results))
+    elif options.only is not None:  # the pages need all cases
+        print(json.dumps(results[options.name], indent=1))
     return 1 if failed else 0
 
 

@@ -31,7 +31,7 @@ CASES: dict[str, tuple[int, int, dict[str, int]]] = {
 }
 
 
-def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
+def run(json_output: bool, quick: bool = False, cases: machine.Cases = machine.EVERY) -> dict[str, Any]:
     """Run all cases and return the figures."""
     if reason := why_not():
         print(f"left out: {reason}", file=sys.stderr)
@@ -44,12 +44,14 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
     chosen = dict(list(CASES.items())[:1] if quick else CASES.items())
     results: dict[str, Any] = {"mbit": MBIT, "slow": SLOW, "cases": []}
     for name, (trainers, slow, ways) in chosen.items():
+        if name not in cases:
+            continue
         print(f"  {name}", file=sys.stderr, flush=True)
         results["cases"].append(_measured(name, trainers, slow, ways, 1 if quick else ROUNDS))
         results["bytes"] = results["cases"][0]["bytes"]
         if kept:  # after each case: together they take minutes
             kept["uneven"] = results
-            machine.record("fanout", kept, fanout.markdown(kept))
+            machine.record("fanout", kept, fanout.markdown)
     if not json_output:
         print("\n".join(fanout.uneven_lines(results)))
     return results

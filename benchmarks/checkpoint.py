@@ -22,7 +22,7 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
     """Measure and return the figures."""
     layers, rounds = (2, 2) if quick else (11, 7)
     results = {"benchmark": "checkpoint", "machine": machine.describe(), **_measure(layers, rounds)}
-    machine.record("checkpoint", results, markdown(results))
+    machine.record("checkpoint", results, markdown)
     if not json_output:
         print(markdown(results))
     return results

@@ -252,11 +252,12 @@ def _markdown(results: dict[str, Any]) -> str:
     return f"{head} {ABOUT}\n{table(results['fleets'])}\n"
 
 
-def run(json_output: bool, *, quick: bool = False) -> dict[str, Any]:
+def run(json_output: bool, *, quick: bool = False, cases: machine.Cases = machine.EVERY) -> dict[str, Any]:
     """Measure fleets of growing sizes."""
-    results = {"calibration_s": machine.calibrate(), "fleets": [measure(n) for n in ((10, 100) if quick else NODES)]}
+    fleets = [measure(n) for n in ((10, 100) if quick else NODES) if f"{n} nodes" in cases]
+    results = {"calibration_s": machine.calibrate(), "fleets": fleets}
     if not json_output:
         print(table(results["fleets"]))
     if not quick:
-        machine.record("coordinator", results, _markdown(results))
+        machine.record("coordinator", results, _markdown)
     return results

@@ -67,13 +67,16 @@ class Cluster:
         }
 
 
-def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
+def run(json_output: bool, quick: bool = False, cases: machine.Cases = machine.EVERY) -> dict[str, Any]:
     """Run both cases and return the figures."""
     shapes = {f"layers.{i}.weight": (4096, 4096) for i in range(2 if quick else 6)}  # 32 MiB each
     results: dict[str, Any] = {"machine": machine.describe(), "cases": []}
-    with _on_loopback(shapes) as clusters:
-        results["cases"].append(_measure("loopback", clusters, SHARES, 3 if quick else 7))
-    if reason := why_not():
+    if "loopback" in cases:
+        with _on_loopback(shapes) as clusters:
+            results["cases"].append(_measure("loopback", clusters, SHARES, 3 if quick else 7))
+    if "cable" not in cases:
+        pass
+    elif reason := why_not():
         results["cases"].append({"name": f"a cable of {MBIT} Mbit/s", "left_out": reason})
     else:
         with contextlib.ExitStack() as stack:
@@ -81,7 +84,7 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
             shares = (0.01, 0.1, 1.0)
             results["cases"].append(_measure(f"a cable of {MBIT} Mbit/s", clusters, shares, 2 if quick else 3))
     results["load"] = machine.load()
-    machine.record("delta", results, markdown(results))
+    machine.record("delta", results, markdown)
     if not json_output:
         print(markdown(results))
     return results

@@ -92,7 +92,7 @@ class Cluster:
         return {"seconds": took, "registered": registered, "copies": (self.hosts.sent(0) - before) / self.nbytes}
 
 
-def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
+def run(json_output: bool, quick: bool = False, cases: machine.Cases = machine.EVERY) -> dict[str, Any]:
     """Run all cases and return the figures."""
     results: dict[str, Any] = {"machine": machine.describe(), "mbit": MBIT, "cases": [], "slow": [], "joins": []}
     path = machine.RESULTS / "fanout.json"
@@ -104,15 +104,16 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
         return {**results, "left_out": reason}
     shapes = {f"layers.{i}.weight": (4096, 4096) for i in range(1 if quick else 4)}  # 32 MiB each
     chosen = (1, 2) if quick else NODES
-    for nodes in chosen:
+    for nodes in (nodes for nodes in chosen if f"{nodes} nodes" in cases):
         results["cases"].append(_fanned_out(nodes, True, shapes, 1 if quick else 3))
-    results["cases"].append(_fanned_out(chosen[-1], False, shapes, 1))  # takes that many times longer
-    for nodes in (chosen[0], chosen[-1]):
+    if "direct" in cases:
+        results["cases"].append(_fanned_out(chosen[-1], False, shapes, 1))  # takes that many times longer
+    for nodes in (chosen[0], chosen[-1]) if "slow" in cases else ():
         results["slow"].append(_fanned_out(nodes, True, dict(list(shapes.items())[:2]), 1, SLOW_MBIT))
-    for joining in JOINING[:1] if quick else JOINING:
+    for joining in () if "joins" not in cases else JOINING[:1] if quick else JOINING:
         results["joins"] += _joined(joining, shapes)
     results["load"] = machine.load()
-    machine.record("fanout", results, markdown(results))
+    machine.record("fanout", results, markdown)
     if not json_output:
         print(markdown(results))
     return results

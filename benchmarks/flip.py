@@ -35,25 +35,27 @@ CASES = ((MIB, WAYS, 200), (1 << 30, WAYS, 15), (2 << 30, WAYS, 11))
 LARGE = ((4 << 30, ("flip",), 9), (6 << 30, ("flip",), 7), (8 << 30, ("flip-cast",), 9))
 
 
-def run(json_output: bool, quick: bool = False, gib: Sequence[int] = ()) -> dict[str, Any]:
+def run(
+    json_output: bool, quick: bool = False, gib: Sequence[int] = (), cases: machine.Cases = machine.EVERY
+) -> dict[str, Any]:
     """Measure every case and return the figures.
 
     With `gib`, measure only models of these sizes, and do not store figures. If memory for a full trainer is
     lacking, the trainer holds bfloat16 and the engine gets float32.
     """
-    cases = tuple((nbytes, ways, 3) for nbytes, ways, _ in CASES[:2]) if quick else CASES + LARGE
+    measured = tuple((nbytes, ways, 3) for nbytes, ways, _ in CASES[:2]) if quick else CASES + LARGE
     if gib:
-        cases = tuple((size << 30, ("flip" if _fits(size << 30, "flip") else "flip-cast",), 9) for size in gib)
-        for nbytes, (way,), _ in cases:
+        measured = tuple((size << 30, ("flip" if _fits(size << 30, "flip") else "flip-cast",), 9) for size in gib)
+        for nbytes, (way,), _ in measured:
             needs, left = _needed(nbytes, way) / 2**30, available_bytes() / 2**30
             print(f"{nbytes >> 30} GiB, {way}: needs {needs:.1f} GiB, {left:.1f} are available", flush=True)
     results: dict[str, Any] = {"machine": machine.describe(), "cases": [], **_idle_us()}
-    for nbytes, ways, rounds in cases:
-        for way in ways:
+    for nbytes, ways, rounds in measured:
+        for way in (way for way in ways if f"{nbytes >> 20} MiB, {way}" in cases):
             results["cases"].append(_measure(nbytes, way, rounds))
             if not json_output:
                 print(_row(results["cases"][-1]), flush=True)
-    machine.record("flip", results, _markdown(results))
+    machine.record("flip", results, _markdown)
     return results
 
 

@@ -57,23 +57,23 @@ class Compiled:
     divides_64_bits: bool
 
 
-def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
+def run(json_output: bool, quick: bool = False, cases: machine.Cases = machine.EVERY) -> dict[str, Any]:
     """Compile all variants and return their resources."""
     import triton
 
     found = []
-    for case in cases():
+    for case in (one for one in variants() if f"{one.kernel}, {one.variant}" in cases):
         for capability in CAPABILITIES[:1] if quick else CAPABILITIES:
             print(f"  {case.kernel}, {case.variant}, sm_{capability}", file=sys.stderr, flush=True)
             found.append(asdict(compiled(case, capability)))
     results = {"machine": machine.describe(), "triton": triton.__version__, "variants": found}
-    machine.record("kernels", results, markdown(results))
+    machine.record("kernels", results, markdown)
     if not json_output:
         print(markdown(results))
     return results
 
 
-def cases() -> Iterator[Case]:
+def variants() -> Iterator[Case]:
     """Yield every variant of every kernel."""
     from refitd.copy_services import copy_kernel, digest_kernel, digests
     from refitd.mxfp8 import kernels

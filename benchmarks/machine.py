@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.metadata
 import json
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,39 @@ def is_recording() -> bool:
     return RECORD in os.environ
 
 
-def record(name: str, figures: Mapping[str, Any], page: str) -> None:
+def record(name: str, figures: dict[str, Any], page: Callable[[dict[str, Any]], str]) -> None:
     """Store figures in NAME.json and their page in NAME.md, if --record was given; an empty page is not stored."""
     if not is_recording():
         return
     (RESULTS / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
-    if page:
-        (RESULTS / f"{name}.md").write_text(page)
+    if text := page(figures):
+        (RESULTS / f"{name}.md").write_text(text)
+
+
+class Cases:
+    """The cases of one run; a benchmark asks about each of them by name.
+
+    Attributes:
+        only: the pattern of --only.
+        names: those that were asked about, in this order.
+    """
+
+    def __init__(self, only: str = "*") -> None:
+        self.only = only
+        self.names: list[str] = []
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether this case is to be measured."""
+        self.names.append(name)
+        return fnmatch.fnmatch(name, self.only)
+
+    def check(self) -> None:
+        """Raise NotComparable if cases were asked about, and the pattern matches none."""
+        if self.names and not fnmatch.filter(self.names, self.only):
+            raise NotComparable(f"no case matches {self.only!r}; there are: {'; '.join(self.names)}")
+
+
+EVERY = Cases()
 
 
 class NotComparable(ValueError):

@@ -23,16 +23,18 @@ LIMIT_S = 300.0
 Rounds = list[dict[str, float]]
 
 
-def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
+def run(json_output: bool, quick: bool = False, cases: machine.Cases = machine.EVERY) -> dict[str, Any]:
     """Run every section and return the figures."""
     started = time.perf_counter()
     results: dict[str, Any] = {"benchmark": "mxfp8", "machine": machine.describe(), "sections": []}
     for section in SECTIONS:
+        if section.__name__.strip("_") not in cases:
+            continue
         found = section(quick)
         _say(f"  {found['name']}")
         results["sections"].append(found)
     results["seconds"] = time.perf_counter() - started
-    machine.record("mxfp8", results, markdown(results))
+    machine.record("mxfp8", results, markdown)
     if not json_output:
         print(markdown(results))
     return results

@@ -75,13 +75,16 @@ class Pair:
             assert torch.equal(once.data, held.data) and torch.equal(once.scale, held.scale), name
 
 
-def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
+def run(json_output: bool, quick: bool = False, cases: machine.Cases = machine.EVERY) -> dict[str, Any]:
     """Run both cases and return the figures."""
     results: dict[str, Any] = {"unit": "one memcpy of the bfloat16 bytes, one thread, same round", "cases": []}
     shapes = _model(4 if quick else 8)
-    with _one_node() as (trainer, engine):
-        results["cases"].append(_measure("one node", trainer, engine, shapes, 3 if quick else 9, WAYS))
-    if reason := why_not():
+    if "one node" in cases:
+        with _one_node() as (trainer, engine):
+            results["cases"].append(_measure("one node", trainer, engine, shapes, 3 if quick else 9, WAYS))
+    if "link" not in cases:
+        pass
+    elif reason := why_not():
         results["cases"].append({"name": f"a link of {MBIT} Mbit/s", "left_out": reason})
     else:
         with _two_hosts(MBIT) as (trainer, engine):
@@ -89,7 +92,7 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
             ways = (BFLOAT16, RECEIVER, SENDER)
             results["cases"].append(_measure(name, trainer, engine, shapes, 2 if quick else 5, ways))
     results["machine"] = machine.describe()
-    machine.record("mxfp8_swap", results, markdown(results))
+    machine.record("mxfp8_swap", results, markdown)
     if not json_output:
         print(markdown(results))
     return results

@@ -37,20 +37,21 @@ Traces.ended = lambda *_: None
 """
 
 
-def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
+def run(json_output: bool, quick: bool = False, cases: machine.Cases = machine.EVERY) -> dict[str, Any]:
     """Measure a small and a large model; store the figures in benchmarks/results unless `quick`."""
     small = tuple(Tensor(f"layers.{i}.weight", (128, 512), 0, i) for i in range(8))
     large = tuple(llama_like(2, 1024, 3584) if quick else llama_like(9, 2048, 7168))
-    cases = (
+    models = (
         Case("small", small, Layout("tp", 1), Layout("tp", 2), (REFITD,), 20 if quick else 200),
         Case("large", large, Layout("tp", 1), Layout("tp", 2), (REFITD,), 4 if quick else 40),
     )
     at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     results: dict[str, Any] = {"machine": machine.describe(), "at": at, "cases": []}
-    for case, ways in zip(cases, ((NOTHING, TRACES, ALL), (NOTHING, ALL)), strict=True):
-        results["cases"].append(_measured(case, ways))
+    for case, ways in zip(models, ((NOTHING, TRACES, ALL), (NOTHING, ALL)), strict=True):
+        if case.name in cases:
+            results["cases"].append(_measured(case, ways))
     results["load"] = os.getloadavg()[1]
-    machine.record("observing", results, markdown(results))
+    machine.record("observing", results, markdown)
     if not json_output:
         print(markdown(results))
     return results

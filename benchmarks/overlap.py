@@ -7,7 +7,6 @@ each round; ratios are computed per round.
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import time
 from collections.abc import Iterator
@@ -28,14 +27,17 @@ TOLD = {"in turn": 1 << 62, "overlapped": slot_source.TOLD_BYTES}
 GATHERED = 1e9  # bytes a second
 
 
-def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
-    """Measure and return the figures; store them in benchmarks/results unless `quick`."""
+def run(json_output: bool, quick: bool = False, cases: machine.Cases = machine.EVERY) -> dict[str, Any]:
+    """Measure and return the figures."""
     tensors, rounds = (8, 2) if quick else (32, 7)
-    cases = [_measure(nodes, paced, tensors, rounds) for nodes in (1, 2) for paced in (False, True)]
-    results = {"benchmark": "overlap", "machine": machine.describe(), "cases": cases, "load": machine.load()}
-    if not quick:
-        (RESULTS / "overlap.json").write_text(json.dumps(results, indent=1) + "\n")
-        (RESULTS / "overlap.md").write_text(markdown(results))
+    found = [
+        _measure(nodes, paced, tensors, rounds)
+        for nodes in (1, 2)
+        for paced in (False, True)
+        if f"{nodes} nodes, {'paced' if paced else 'free'}" in cases
+    ]
+    results = {"benchmark": "overlap", "machine": machine.describe(), "cases": found, "load": machine.load()}
+    machine.record("overlap", results, markdown)
     if not json_output:
         print(markdown(results))
     return results

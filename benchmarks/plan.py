@@ -175,18 +175,18 @@ def _planned_again(case: models.Case, received: Received) -> float:
     return time.process_time() - started
 
 
-def run(json_output: bool, only: str = "") -> dict[str, Any]:
+def run(json_output: bool, cases: machine.Cases = machine.EVERY) -> dict[str, Any]:
     """Run every case, largest last, and return the figures; --record stores them.
 
     Args:
         json_output: print no table.
-        only: run the cases whose names match this pattern instead, hard ones included, and store nothing.
+        cases: if --only was given, run the cases that match it, hard ones included, and store nothing.
 
     Raises:
-        NotComparable: no case matches `only`.
+        NotComparable: no case matches.
     """
-    if only:
-        return _run_only(only)
+    if cases.only != "*":
+        return _run_only(cases.only)
     found: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
     started = time.perf_counter()
@@ -209,7 +209,7 @@ def run(json_output: bool, only: str = "") -> dict[str, Any]:
         "reference_cpu_s": {model: {str(n): s for n, s in row.items()} for model, row in REFERENCE_S.items()},
         "total_s": time.perf_counter() - started,
     }
-    machine.record("plan", report, _markdown(report))
+    machine.record("plan", report, _markdown)
     if not json_output:
         _show(report)
     return report

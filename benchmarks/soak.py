@@ -238,7 +238,7 @@ def run(
         "leaks": left,
         "machine": machine.describe(),
     }
-    machine.record("soak", found, _markdown(found))
+    machine.record("soak", found, _markdown)
     if not json_output:
         print(_markdown(found))
     if soak.problems or left:

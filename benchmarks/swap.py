@@ -27,7 +27,7 @@ BETWEEN_NODES = "TP2 -> TP2, between two daemons, "  # and the service
 TP2, TP4 = Layout("tp", 2), Layout("tp", 4)
 
 
-def cases(quick: bool = False) -> list[list[Case]]:
+def groups_of(quick: bool = False) -> list[list[Case]]:
     """Return the cases to measure; the rounds of cases in one list are interleaved."""
     model = tuple(llama_like(2, 1024, 3584) if quick else llama_like(9, 2048, 7168))
     large = tuple(llama_like(2, 1024, 3584) if quick else llama_like(9, 4096, 14336))
@@ -60,15 +60,15 @@ def cases(quick: bool = False) -> list[list[Case]]:
     ]
 
 
-def run(json_output: bool, quick: bool = False, only: str = "*") -> dict[str, Any]:
-    """Measure the cases that `only` matches and return the figures.
+def run(json_output: bool, quick: bool = False, cases: machine.Cases = machine.EVERY) -> dict[str, Any]:
+    """Measure these cases and return the figures.
 
     With --record the figures are stored in benchmarks/results, where figures of skipped cases stay unchanged.
 
     Raises:
-        NotComparable: no case matches `only`, or the stored figures are from another machine.
+        NotComparable: no case matches, or the stored figures are from another machine.
     """
-    groups = cases(quick)
+    groups, only = groups_of(quick), cases.only
     names = [*(case.name for group in groups for case in group), SMALL]
     if not fnmatch.filter(names, only):
         raise machine.NotComparable(f"no case matches {only!r}; there are: {'; '.join(names)}")
@@ -97,7 +97,7 @@ def run(json_output: bool, quick: bool = False, only: str = "*") -> dict[str, An
     elif "small" in kept:
         results["small"] = kept["small"]
     results["machine"] = machine.describe()
-    machine.record("swap", results, swap_report.markdown(results))
+    machine.record("swap", results, swap_report.markdown)
     if not json_output:
         swap_report.show(results)
     return results

@@ -70,7 +70,7 @@ def kept_figures(monkeypatch, tmp_path):
     monkeypatch.setenv(machine.RECORD, "1")
     monkeypatch.setattr(swap_benchmark, "_measure", lambda group: [{"name": case.name, "new": True} for case in group])
     monkeypatch.setattr(swap_benchmark.swap_report, "markdown", lambda results: "")
-    cases = [{"name": case.name, "new": False} for group in swap_benchmark.cases() for case in group]
+    cases = [{"name": case.name, "new": False} for group in swap_benchmark.groups_of() for case in group]
     path = tmp_path / "swap.json"
     path.write_text(json.dumps({"machine": machine.describe(), "cases": cases, "ratios": [], "small": {}}))
     return path
@@ -94,6 +94,30 @@ def test_without_record_figures_of_any_machine_are_printed_and_none_is_stored(ke
     assert bench.main(["swap", "--only", "*, not verified", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["cases"]) == 2
     assert kept_figures.read_text() == '{"machine": {"cpu": "another"}}'
+
+
+def test_only_measures_the_cases_that_it_names_and_prints_their_figures(monkeypatch, capsys):
+    def run(json_output, cases=machine.EVERY):
+        return {"measured": [name for name in ("small", "large") if name in cases]}
+
+    monkeypatch.setattr(bench, "BENCHMARKS", {"a": "benchmarks.machine", "soak": "benchmarks.machine"})
+    monkeypatch.setattr(machine, "run", run, raising=False)
+    assert bench.main(["a", "--only", "sm*"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"measured": ["small"]}
+    for words, said in (
+        (["a", "--only", "?"], "no case matches '?'; there are: small; large"),
+        (["--only", "small"], "for one benchmark"),
+        (["a", "--only", "small", "--record"], "without --only"),
+    ):
+        with pytest.raises(SystemExit):
+            bench.main(words)
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(bench.BENCHMARKS))
+def test_every_benchmark_has_cases_to_choose_or_is_one(name):
+    source = (ROOT / bench.BENCHMARKS[name].replace(".", "/")).with_suffix(".py").read_text()
+    assert "cases: machine.Cases" in source or name == "checkpoint"
 
 
 def test_only_replaces_the_cases_it_names_and_those_measured_with_them(kept_figures):
@@ -195,7 +219,7 @@ def test_peers_move_as_much_as_the_targets_hold(source, target):
 
 
 def test_swap_cases_are_the_ones_that_the_targets_are_set_for():
-    groups = swap_benchmark.cases()
+    groups = swap_benchmark.groups_of()
     found = {case.name: case for group in groups for case in group}
     assert len(found) == sum(map(len, groups)) == 12
     tiny = found.pop("100,000 tiny tensors, TP1 -> TP1")
@@ -205,7 +229,7 @@ def test_swap_cases_are_the_ones_that_the_targets_are_set_for():
     assert all(0.9e9 < case.nbytes < 1.1e9 for case in found.values())
     assert {name for name, case in found.items() if CHECKPOINT in case.ways} == {"TP2 -> TP4", "TP2 -> PP2"}
     assert [len(case.model) for case in groups[5]] == [2000, 20]
-    assert all(case.nbytes < 1e9 for group in swap_benchmark.cases(quick=True) for case in group)
+    assert all(case.nbytes < 1e9 for group in swap_benchmark.groups_of(quick=True) for case in group)
 
 
 def test_ratios_are_taken_round_by_round_and_ways_may_be_left_out_of_rounds():
