@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -181,7 +182,7 @@ class Commands(Listed):
         except click.UsageError as exc:
             if not self._wants_json:
                 raise
-            click.echo(json.dumps(_error("usage", exc.format_message(), {})))
+            click.echo(json.dumps(_error("usage", _plain(exc), {})))
             ctx.exit(EXIT_USAGE)
 
 
@@ -230,7 +231,27 @@ def _show_usage(error: click.UsageError) -> None:
         if error.ctx.command.get_help_option(error.ctx) is not None:
             _complain(f"Try '{error.ctx.command_path} {error.ctx.help_option_names[0]}' for help.")
         _complain("")
-    _complain(f"Error: {error.format_message()}")
+    _complain(f"Error: {_plain(error)}")
+
+
+# click's sentences about a value, and ours
+_SENTENCES = (
+    (r"('.*') is not a valid (integer|float)( range)?\.", lambda m: f"{m[1]} is no {_NUMBERS[m[2]]}"),
+    (r"(\S+) is not in the range (\S+)<=x<=(\S+)\.", r"\1 is not in \2..\3"),
+    (r"(\S+) is not in the range x>=(\S+)\.", r"\1 is less than \2"),
+    (r"(\S+) is not in the range x>(\S+)\.", r"\1 is not more than \2"),
+    (r"Missing (argument|option|parameter) '(.*)'\.", r"\2 is missing"),
+    (r"Got unexpected extra arguments? \((.*)\)", r"\1 is one argument too many"),
+)
+_NUMBERS = {"integer": "whole number", "float": "number"}
+
+
+def _plain(error: click.UsageError) -> str:
+    """Return click's message in plain words."""
+    found = error.format_message()
+    for pattern, ours in _SENTENCES:
+        found = re.sub(pattern, ours, found)
+    return found
 
 
 def error_lines(error: RefitdError) -> list[str]:

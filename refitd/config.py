@@ -212,9 +212,17 @@ class Config(Section, frozen=True):
 
 
 def default_runtime_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the default directory for a daemon's sockets, where clients look for them."""
+    """Return the default directory for a daemon's sockets, where clients look for them.
+
+    Raises:
+        ConfigError: a variable is almost REFITD_RUNTIME_DIR or REFITD_DAEMON_UID.
+    """
     if found := environ.get("REFITD_RUNTIME_DIR"):
         return Path(found)
+    for variable in sorted(environ.keys() - set(_OTHER_VARIABLES)):
+        is_ours = variable.startswith("REFIT") and "__" not in variable
+        if is_ours and (close := difflib.get_close_matches(variable, _OTHER_VARIABLES, 1, 0.85)):
+            raise ConfigError(f"{variable}: it would have no effect; did you mean {close[0]}?")
     if base := environ.get("XDG_RUNTIME_DIR"):
         return Path(base) / "refitd"
     return Path(f"/tmp/refitd-{os.getuid()}")
@@ -337,7 +345,7 @@ def _explained(problem: str, origins: Mapping[str, str], where: str) -> str:
 
 def _keys(section: str) -> list[str]:
     """Return the keys of a section, or the sections for ""; [] for an unknown section."""
-    kinds = {"": Config, **{f.name: f.type for f in msgspec.structs.fields(Config)}}
+    kinds = {"": Config, **{f.name: f.type for f in msgspec.structs.fields(Config)}, "models": ModelConfig}
     kind = kinds.get(section)
     if not (isinstance(kind, type) and issubclass(kind, Section)):
         return []
@@ -369,7 +377,7 @@ def _check_spelling(variable: str) -> None:
     if prefix not in ("refitd", "refit") or is_ours or variable in _OTHER_VARIABLES:
         return
     meant: dict[str, list[str]] = {}
-    for section in _keys(""):
+    for section in (each for each in _keys("") if each != "models"):
         for key in _keys(section):
             for spelling in (key, f"{section}_{key}"):
                 meant.setdefault(spelling, []).append(f"REFITD_{section}__{key}".upper())

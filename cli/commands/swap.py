@@ -21,7 +21,19 @@ from refitd.protocol.reports import (
 )
 from refitd.states import MemberState, ProofState, SwapOutcome
 from refitd_cli.group import EXIT_FAILED, error_object
-from refitd_cli.output import duration, print_json, print_table, rate, say, share, size, swap_bar, to_json, version
+from refitd_cli.output import (
+    counted,
+    duration,
+    print_json,
+    print_table,
+    rate,
+    say,
+    share,
+    size,
+    swap_bar,
+    to_json,
+    version,
+)
 from refitd_cli.printed import SwapAborted
 from refitd_cli.session import Duration, Session, asks, model_names
 
@@ -168,7 +180,8 @@ def _show(report: SwapReport) -> None:
         print_table("", columns, (_row(member) for member in report.members))
     if report.outcome == SwapOutcome.COMMITTED:
         say(
-            f"{report.model}: version {version(report.version)} is live on {len(report.members)} ranks: "
+            f"{report.model}: version {version(report.version)} is live on "
+            f"{counted(len(report.members), 'rank')}: "
             f"{size(report.bytes)} in {report.copies} copies, {_verified(report)}; "
             f"plan {duration(report.plan_s)}, stage {duration(report.stage_s)} "
             f"({rate(report.bytes, report.stage_s)}), commit {duration(report.commit_s)}, "

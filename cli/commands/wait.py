@@ -86,7 +86,9 @@ def _reached(session: Session, model: str | None, goal: Goal, deadline: float, t
                     client.close()
                     client = None
             if time.monotonic() >= deadline:
-                raise DeadlineExceeded(f"not reached within {timeout:g} s: {lacks}")
+                subject = f"model {model!r}" if model else "this node"
+                advice = f"; see `refitctl status{f' {model}' if model else ''}`, or raise --timeout"
+                raise DeadlineExceeded(f"{subject}: not reached within {timeout:g} s: {lacks}{advice}")
             time.sleep(PAUSE_S)
     finally:
         if client is not None:

@@ -297,7 +297,7 @@ def read_folder(opened: OpenedFolder) -> Checkpoint:
     weights = [name for name in there if name != INDEX]
     if INDEX not in there:
         if weights != [WHOLE]:
-            has = ", ".join(weights[:5]) or "none of them"
+            has = ", ".join(weights[:5]) or "no file of weights"
             raise CheckpointError(f"{path}: it has {has}, expected {WHOLE} alone, or shards and {INDEX}")
         return Checkpoint(opened, {WHOLE: _with_tensors(path, read_header(opened.files[WHOLE]))})
     index = _read_index(opened.files[INDEX])

@@ -135,6 +135,8 @@ def whole(what: str, value: Any, low: int = 0, high: int = MAX_COUNT) -> int:
         RefusedError: the value is not a whole number, or not in low..high.
     """
     try:
+        if isinstance(value, bool):  # an int for Python, and a mistake here
+            raise TypeError
         found = operator.index(value.value if isinstance(value, enum.Enum) else value)
     except Exception:
         raise RefusedError(f"{what} is {shown(value)}, expected a whole number in {low}..{high}") from None

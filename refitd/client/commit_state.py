@@ -220,7 +220,7 @@ class CommitState:
         """Stop committing and serving."""
         with self.lock:
             self.permit = None  # the permit is no longer renewed: another version may go live without this rank
-            text = f"{self.rank.member} was closed; register_target again"
+            text = f"{self.rank.member.rpartition(' (#')[0]} was closed; register_target again"
             self.step(rank_state.Closed(text))
 
     def _may_be_written(self) -> bool:

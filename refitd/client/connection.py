@@ -53,6 +53,7 @@ _log = logging.getLogger("refitd.client")
 
 # The number of abandoned requests to remember: their replies may still come and must be undone.
 ABANDONED = 1024
+CLOSED = "this connection to the refitd daemon is closed; refitd.connect() opens another"
 
 # Requests that are undone when abandoned, and how many seconds the next such request waits for the undoing.
 _UNDONE = (local.RegisterSource, local.RegisterTarget, local.CreateArena, local.RegisterController)
@@ -354,7 +355,7 @@ class Connection:
 
     def _serve(self, endpoint: str) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        lost: RefitdError = PeerLost("this connection to the refitd daemon is closed")
+        lost: RefitdError = PeerLost(CLOSED)
         linger_ms = 0
         try:
             dealer = Dealer(context, endpoint)
@@ -446,7 +447,7 @@ class Connection:
                 # raise a new error each time: a stored one would keep its traceback's frames and their objects alive
                 raise from_code(lost.code, str(lost))
             if self._closing:
-                raise PeerLost("this connection to the refitd daemon is closed")
+                raise PeerLost(CLOSED)
             yield
         finally:
             self._inside.discard(mark)

@@ -135,7 +135,10 @@ def late_report(report: SwapReport, swap: Swap, now: float) -> SwapReport:
         for member in report.members
     )
     late = ", ".join(swap.names.get(who, who) for who in sorted(swap.waiting))
-    reason = f"it is decided and goes on; late after {spent:.1f} s: {late}"
+    reason = (
+        f"it is decided and goes on; late after {spent:.1f} s: {late}; a rank commits when its engine calls poll(), "
+        "within deadlines.commit_s"
+    )
     if swap.failed:
         reason += "; failed: " + "; ".join(
             f"{swap.names.get(who, who)}: {text}" for who, text in sorted(swap.failed.items())

@@ -119,6 +119,18 @@ def test_wrong_command_lines_exit_2_in_words_and_in_json(arguments):
     assert (ran.status, ran.object["error"]["code"]) == (2, "usage")
 
 
+def test_wrong_values_are_told_in_plain_words():
+    for words, said in (
+        (("swap", "p", "--version", "x"), "'x' is no whole number"),
+        (("dashboard", "--port", "99999"), "99999 is not in 0..65535"),
+        (("swap", "p", "--timeout", "-3"), "-3.0 is not more than 0"),
+        (("swap",), "MODEL is missing"),
+        (("simulate", "x"), "--cluster is missing"),
+        (("status", "a", "b"), "b is one argument too many"),
+    ):
+        assert said in run(FakeClient(), *words).stderr
+
+
 def test_every_command_has_help_and_json():
     runner = CliRunner()
     for words in leaves(refitctl):

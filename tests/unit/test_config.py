@@ -169,8 +169,9 @@ def test_environment_can_set_words_lists_and_models(write):
         ("REFITD_NOD__WORKERS", "2", "`nod`.*did you mean `node`"),
         ("REFITD_NODE__WORKERS", '"many"', r"node\.workers: expected a whole number, found a text"),
         ("REFITD_NODE__ALLOWED_UIDS", "[-1]", r"allowed_uids\[0\]"),
-        ("REFITD_MODELS", "{m = {auto_swop = true}}", "`auto_swop`"),
+        ("REFITD_MODELS", "{m = {auto_swop = true}}", "`auto_swop`.*did you mean `auto_swap`"),
         ("REFITD_MODELS__POLICY__AUTO_SWAP", "true", "set REFITD_MODELS="),
+        ("REFITD_RUNTIMEDIR", "/x", "did you mean REFITD_NODE__RUNTIME_DIR"),
         ("REFITD_NODE_WORKERS", "2", r"did you mean REFITD_NODE__WORKERS\?"),
         ("REFITD_WORKERS", "2", r"did you mean REFITD_NODE__WORKERS\?"),
         ("REFITD_ENDPOINT", "x", r"did you mean REFITD_COORDINATOR__ENDPOINT or REFITD_METRICS__ENDPOINT\?"),
@@ -351,3 +352,16 @@ def test_a_standalone_daemon_keeps_its_journal_in_a_file(tmp_path: Path, monkeyp
     found = configured(coordinator__journal="etcd://127.0.0.1:1", node__runtime_dir=str(tmp_path))
     with pytest.raises(ConfigError, match="leave --standalone out and run `refitd coordinator`"):
         run(found, with_parent=True)
+
+
+def test_a_misspelt_name_of_the_daemons_directory_is_refused_also_by_clients() -> None:
+    for variable in ("REFITD_RUNTIMEDIR", "REFIT_RUNTIME_DIR", "REFITD_RUNTIME_DIRECTORY", "REFITD_DAEMON_ID"):
+        with pytest.raises(ConfigError, match=f"{variable}: .* did you mean REFITD_(RUNTIME_DIR|DAEMON_UID)"):
+            default_runtime_dir({variable: "/x"})
+    fine = {
+        "REFITD_DAEMON_UID": "3",
+        "REFITD_NODE__RUNTIME_DIR": "/y",
+        "REFITD_BENCH_RECORD": "1",
+        "XDG_RUNTIME_DIR": "/z",
+    }
+    assert default_runtime_dir(fine) == Path("/z/refitd")
