@@ -1,4 +1,4 @@
-"""The layout of arenas whose tensors are placed by refitd, and the blocks of a tensor, which have digests.
+"""The layout of arenas whose tensors are placed by refitd; the blocks of a tensor, with digests; written bytes.
 
 A tensor's elements are cut, in row-major order and independent of their strides, into [0:step], [step:2*step], ... A
 tensor has one digest for each block, in this order. A digest covers a block's content; the list covers its position.
@@ -6,6 +6,7 @@ tensor has one digest for each block, in this order. A digest covers a block's c
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
@@ -164,3 +165,32 @@ def slice_text(shape: Sequence[int], first: int, last: int) -> str:
         words += [":"] * (len(shape) - dim - 1)
         break
     return f"[{', '.join(words)}]"
+
+
+WHOLE = 1 << 62  # behind every byte of a slot
+
+Spans = tuple[tuple[int, int], ...]  # (first byte, byte behind the last) of each
+
+
+class Written:
+    """The bytes of a slot that its client has written so far: disjoint ranges, ascending."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, begin: int, end: int) -> None:
+        """Add a range; it may touch or overlap others."""
+        first, last = bisect_left(self._ends, begin), bisect_right(self._begins, end)
+        if first < last:
+            begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
+        self._begins[first:last], self._ends[first:last] = [begin], [end]
+
+    def holds(self, begin: int, end: int) -> bool:
+        """Return whether every byte of a range is written."""
+        at = bisect_right(self._begins, begin) - 1
+        return begin >= end or (at >= 0 and end <= self._ends[at])
+
+    def spans(self) -> Spans:
+        """Return the ranges."""
+        return tuple(zip(self._begins, self._ends, strict=True))

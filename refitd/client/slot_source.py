@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import structs
 
-from refitd.buffers.layout import ALIGNMENT
-from refitd.buffers.written import Written
+from refitd.buffers.layout import ALIGNMENT, Written
 from refitd.client.calls import Turn, check_process, whole
 from refitd.client.connection import Connection
 from refitd.client.reconnect import Give, Line, renumbered

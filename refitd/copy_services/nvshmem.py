@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from refitd.buffers.cuda import tensor_at
-from refitd.copy_services import MAX_MESSAGE_BYTES, Epoch, tcp
+from refitd.copy_services import MAX_MESSAGE_BYTES, Epoch, gloo
 from refitd.copy_services.digests import DIGEST_BYTES, DeviceDigests, Digest
 from refitd.copy_services.packed import WINDOW, Move, PackedExchange
 from refitd.copy_services.peers import Peers
@@ -374,7 +374,7 @@ def join(epoch: Epoch) -> NvshmemService:
     library = load()
     device = make_current(device)
     torch.zeros(1, device=device)  # creates torch's context of the device, which NVSHMEM then uses
-    met = tcp.join(epoch)
+    met = gloo.join(epoch)
     key = "nvshmem/unique-id"
     if epoch.index == 0:
         made, data = unique_id(library)

@@ -193,7 +193,7 @@ def _gloo(group: Any) -> ExchangeService:
 
 
 def _join_gloo(epoch: Epoch) -> ExchangeService:
-    from refitd.copy_services.tcp import join
+    from refitd.copy_services.gloo import join
 
     return join(epoch)
 

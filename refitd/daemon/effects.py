@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from refitd.buffers.written import Spans, Written
+from refitd.buffers.layout import Spans, Written
 from refitd.commit.target_state import Event, Suspended, Woken, WokenEmpty, step_of
 from refitd.daemon.actions import Instruction, ToClient, ToCoordinator, ToWorker
 from refitd.daemon.members import BaseVersion, LocalMember

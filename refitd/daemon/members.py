@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from refitd.addressing.places import Places
-from refitd.buffers.written import Written
+from refitd.buffers.layout import Written
 from refitd.commit.target_state import Event, Step, TargetState
 from refitd.protocol.cluster import Stage
 from refitd.protocol.local import RegisterSource, RegisterTarget

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from refitd.buffers.written import WHOLE, Spans, Written
+from refitd.buffers.layout import WHOLE, Spans, Written
 from refitd.daemon.effects import Announced, Effects
 from refitd.daemon.links import CoordinatorLink
 from refitd.daemon.members import LocalMember, Slot, SourceSide, WaitingPublish

@@ -10,7 +10,7 @@ from typing import Literal
 from refitd.addressing.copies import CopyList, address, fill_copies, joined, pieces_of
 from refitd.addressing.paths import transfers_of
 from refitd.addressing.places import Places
-from refitd.buffers.written import Spans
+from refitd.buffers.layout import Spans
 from refitd.commit.target_state import StageBegan, StageFinished, step_of
 from refitd.daemon.actions import RestartWorker
 from refitd.daemon.commits import Commits

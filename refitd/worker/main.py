@@ -14,7 +14,7 @@ from functools import partial
 from refitd.addressing.copies import ConversionList, CopyList
 from refitd.buffers import handoff
 from refitd.buffers.arena import MappedArena, die_with_parent
-from refitd.buffers.written import WHOLE, Written
+from refitd.buffers.layout import WHOLE, Written
 from refitd.copy_services import Arriving, DigestMismatch, MappedCopyService, PreparedJob
 from refitd.copy_services.registry import Registry, installed
 from refitd.copy_services.wires import Wires

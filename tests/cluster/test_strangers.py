@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import refitd
-from refitd.copy_services import Epoch, Mailbox, tcp, wires
+from refitd.copy_services import Epoch, Mailbox, gloo, wires
 from refitd.copy_services.channels import HELLO, NONCE, PROOF, Channel, frame_of
 from refitd.copy_services.wires import Wires, listen_at
 from refitd.errors import DeadlineExceeded
@@ -223,7 +223,7 @@ def meet(
     def join(index: int) -> None:
         epoch = Epoch("e", index, labels, "127.0.0.1", 1 << 20, Watched(board), timeout, (keys or {}).get(index, KEY))
         try:
-            found[index] = tcp.join(epoch)
+            found[index] = gloo.join(epoch)
         except refitd.RefitdError as exc:
             found[index] = exc
 
@@ -251,7 +251,7 @@ def test_workers_meet_although_strangers_connect_first_and_come_as_one_of_them(s
                 held[-1].sendall(said)
 
     services = meet(2, 30.0, stranger)
-    assert all(isinstance(service, tcp.TcpService) for service in services), services
+    assert all(isinstance(service, gloo.TcpService) for service in services), services
     sent = torch.arange(1 << 18)
     found, errors = run_both(services, sent)
     assert errors == ["", ""] and torch.equal(found, sent)
@@ -266,7 +266,7 @@ def test_workers_whose_keys_differ_move_nothing_and_name_each_other() -> None:
         assert f"the process that came as worker 0 on node {other} does not hold the key of epoch e" in str(error)
 
 
-def run_both(services: Sequence[tcp.TcpService], sent: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
+def run_both(services: Sequence[gloo.TcpService], sent: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
     """Have the first service send; return the second one's tensors, and the class of each error."""
     found, errors = torch.zeros_like(sent), ["", ""]
     services[0].send(0, sent, 1)
@@ -291,7 +291,7 @@ def test_bits_that_somebody_on_the_path_flips_are_found_and_the_next_run_works()
     between = Proxies()
     try:
         services = meet(2, 40.0, between.instead)
-        assert all(isinstance(service, tcp.TcpService) for service in services), services
+        assert all(isinstance(service, gloo.TcpService) for service in services), services
         sent = torch.arange(1 << 18)
         for flips in (False, True, False):
             if flips:
@@ -326,4 +326,4 @@ def test_a_worker_that_cannot_be_reached_is_named_with_the_address(monkeypatch: 
 def test_a_worker_that_does_not_come_is_named() -> None:
     labels = ("worker 0 on node n0", "worker 0 on node n1")
     with pytest.raises(DeadlineExceeded, match=r"worker 0 on node n1 did not come to epoch e within 0\.5 s$"):
-        tcp.join(Epoch("e", 0, labels, "127.0.0.1", 1 << 20, OnBoard(Board()), 0.5, KEY))
+        gloo.join(Epoch("e", 0, labels, "127.0.0.1", 1 << 20, OnBoard(Board()), 0.5, KEY))

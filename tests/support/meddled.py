@@ -1,7 +1,7 @@
 """Workers whose received messages are altered as the file in MEDDLES_FILE says.
 
 SITE is put in PYTHONPATH. Its `sitecustomize` runs at the start of every process and wraps
-`tcp.join` once a worker imports it.
+`gloo.join` once a worker imports it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ VARIABLE = "MEDDLES_FILE"
 SITE = Path(__file__).with_name("meddled_site")
 
 
-def wrap(tcp: Any) -> None:
+def wrap(gloo: Any) -> None:
     """Alter what the services of this process receive."""
-    join = tcp.join
+    join = gloo.join
 
     def joined(epoch: Any) -> Any:
         from refitd.testing.conformance.services import Between
@@ -31,4 +31,4 @@ def wrap(tcp: Any) -> None:
         service.run = meddled
         return service
 
-    tcp.join = joined
+    gloo.join = joined

@@ -12,8 +12,7 @@ import torch
 
 import refitd
 from refitd.adapters.derived import LANDING, Hook, Packed, declared, derived_after_loading, seconds_of
-from refitd.adapters.engines import Learned, Learner, adopt
-from refitd.adapters.hf_names import OnDisk
+from refitd.adapters.engines import Learned, Learner, OnDisk, adopt
 from refitd.adapters.places import views_of, without_views
 from refitd.testing import Daemon
 

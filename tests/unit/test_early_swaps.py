@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from refitd.buffers.written import WHOLE, Written
+from refitd.buffers.layout import WHOLE, Written
 from refitd.config import Config, ModelConfig
 from refitd.daemon import actions as act
 from refitd.protocol import cluster, local, sidecar

@@ -6,7 +6,7 @@ import sys
 
 class Watch:
     def find_spec(self, name, path=None, target=None):
-        if name != "refitd.copy_services.tcp":
+        if name != "refitd.copy_services.gloo":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
