@@ -150,7 +150,7 @@ def measure(case: models.Case) -> dict[str, Any]:
         "copies": traffic.total_copies,
         "rows": len(plan.few.rows),
         "pairs": len(traffic.src),
-        "sender_max_over_mean": balance.ratio,
+        "sender_max_over_mean": balance.max_over_mean,
         "wire_bytes": received.wire_bytes,
         "wire_bytes_described": received.described_bytes,
         "wire_bytes_each": received.each_bytes,

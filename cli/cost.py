@@ -22,6 +22,7 @@ from refitd.plan.columns import Ints, Memo, offsets_of, ranges
 from refitd.plan.cost import Traffic
 from refitd.plan.shared import GlobalPlan
 from refitd.plan.table import PLACE_BITS, CopyTable
+from refitd_cli.printed import LeastTime, RankMemory, Senders
 
 
 @dataclass(frozen=True)
@@ -30,41 +31,6 @@ class Links:
 
     intra: float  # to ranks on its node; copies within a rank count here too
     inter: float  # to ranks on other nodes
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The least time a refit takes, and the rank, link and direction that determine it."""
-
-    seconds: float
-    rank: int
-    link: str  # "intra" or "inter"
-    direction: str  # "sends" or "receives"
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Balance:
-    """How evenly senders are loaded; local copies do not count as sent."""
-
-    senders: int  # number of ranks that have a source
-    mean_bytes: float
-    max_bytes: int
-    max_rank: int
-
-    @property
-    def ratio(self) -> float:
-        """The largest load divided by the mean; 1.0 without any load."""
-        return self.max_bytes / self.mean_bytes if self.mean_bytes else 1.0
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The bytes of one rank's tensors on each side; staging needs the destination's bytes once more."""
-
-    rank: int
-    source_bytes: int
-    staging_bytes: int
 
 
 def in_a_swap(plan: GlobalPlan, rosters: Sequence[Roster], traffic: Traffic) -> Traffic:
@@ -110,19 +76,19 @@ def copies_of(plan: GlobalPlan, tensor: str) -> CopyTable:
     return CopyTable(task_id=(dst << PLACE_BITS) | shared.places[row], **columns)
 
 
-def balance_of(traffic: Traffic, rosters: Sequence[Roster]) -> Balance:
+def balance_of(traffic: Traffic, rosters: Sequence[Roster]) -> Senders:
     """Return how evenly the ranks that have a source are loaded."""
     senders = sorted(roster.rank for roster in rosters if roster.source)
     is_sent = traffic.src != traffic.dst
     sent = _per_rank(traffic.src[is_sent], traffic.bytes[is_sent])
     if not senders:
-        return Balance(0, 0.0, 0, -1)
+        return Senders(0, 0.0, 0, -1, 1.0)
     loads = [sent.get(rank, 0) for rank in senders]
-    largest = max(loads)
-    return Balance(len(senders), sum(loads) / len(senders), largest, senders[loads.index(largest)])
+    largest, mean = max(loads), sum(loads) / len(senders)
+    return Senders(len(senders), mean, largest, senders[loads.index(largest)], largest / mean if mean else 1.0)
 
 
-def memory_of(rosters: Sequence[Roster]) -> list[Memory]:
+def memory_of(rosters: Sequence[Roster]) -> list[RankMemory]:
     """Return the memory of each rank's tensors, ordered by rank."""
     known: dict[int, tuple[object, int]] = {}
 
@@ -132,22 +98,22 @@ def memory_of(rosters: Sequence[Roster]) -> list[Memory]:
             known[id(held)] = (held, sum(elements(m.shape) * m.element_size for m in held))
         return known[id(held)][1]
 
-    return [Memory(r.rank, taken(r.source), taken(r.destination)) for r in sorted(rosters, key=lambda r: r.rank)]
+    return [RankMemory(r.rank, taken(r.source), taken(r.destination)) for r in sorted(rosters, key=lambda r: r.rank)]
 
 
-def estimate(traffic: Traffic, rosters: Sequence[Roster], links: Links) -> Estimate | None:
+def estimate(traffic: Traffic, rosters: Sequence[Roster], links: Links) -> LeastTime | None:
     """Return the least time of the traffic; None if there is none. A rank without a node counts as its own node."""
     if not links.intra > 0 or not links.inter > 0:
         raise ValueError(f"link speeds must be above 0 GB/s, found {links}")
     node = _nodes(rosters)
     is_near = _looked_up(node, traffic.src) == _looked_up(node, traffic.dst)
-    slowest: Estimate | None = None
+    slowest: LeastTime | None = None
     for link, speed, mask in (("inter", links.inter, ~is_near), ("intra", links.intra, is_near)):
         for direction, ranks in (("sends", traffic.src), ("receives", traffic.dst)):
             for rank, moved in _per_rank(ranks[mask], traffic.bytes[mask]).items():
                 seconds = moved / (speed * 1e9)
                 if slowest is None or seconds > slowest.seconds:
-                    slowest = Estimate(seconds, rank, link, direction, moved)
+                    slowest = LeastTime(seconds, rank, link, direction, moved)
     return slowest
 
 

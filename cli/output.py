@@ -22,9 +22,6 @@ from refitd.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
-
-if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import ProgressColumn
 
 
@@ -72,8 +69,6 @@ def console() -> Console:
 
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
     """Print a table; a column named ">..." holds numbers."""
-    from refitd_cli.output import grid
-
     console().print(grid(title, columns, rows))
 
 
@@ -128,19 +123,20 @@ def versions(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers)) or "-"
 
 
-def rank_ranges(ranks: Sequence[int], limit: int = 4) -> str:
-    """Return ascending ranks for people: "0-7, 16, 24-31"; from `limit` runs on, how many more there are."""
+def rank_ranges(ranks: Sequence[int]) -> str:
+    """Return ascending ranks for people: "0-7, 16, 24-31"; from MOST_RUNS runs on, how many more there are."""
     runs: list[tuple[int, int]] = []
     for rank in ranks:
         if runs and runs[-1][1] == rank - 1:
             runs[-1] = (runs[-1][0], rank)
         else:
             runs.append((rank, rank))
-    shown = [str(low) if low == high else f"{low}-{high}" for low, high in runs[:limit]]
-    more = sum(high - low + 1 for low, high in runs[limit:])
+    shown = [str(low) if low == high else f"{low}-{high}" for low, high in runs[:MOST_RUNS]]
+    more = sum(high - low + 1 for low, high in runs[MOST_RUNS:])
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
+MOST_RUNS = 4
 _NAME = 24  # cells of a model's name beside its bar
 
 
@@ -148,7 +144,6 @@ def bar_columns() -> tuple[ProgressColumn, ...]:
     """Return the columns of a swap's bar; its task has the fields that `bar_fields` gives."""
     from rich.progress import BarColumn, DownloadColumn, Task, TextColumn, TransferSpeedColumn
     from rich.table import Column
-    from rich.text import Text
 
     class Rate(TransferSpeedColumn):
         """Bytes a second, once that is known."""
@@ -167,8 +162,6 @@ def bar_columns() -> tuple[ProgressColumn, ...]:
 
 def bar_fields(event: SwapProgress) -> dict[str, Any]:
     """Return a swap's bar fields, as `Progress.update` takes them."""
-    from refitd_cli.output import shortened
-
     return {
         "description": f"{shortened(printable(event.model), _NAME)} v{event.version}: {printable(event.phase)}",
         "total": event.bytes_total or None,

@@ -24,7 +24,7 @@ from refitd.plan.table import CopyTable
 from refitd_cli.group import EXIT_FAILED, error_object
 from refitd_cli.layouts import manifest_options, read_manifests
 from refitd_cli.output import print_json, rank_ranges, say, size, to_json
-from refitd_cli.printed import BoxSent, Explained, HeldBoxes, TensorExplained
+from refitd_cli.printed import Box, BoxSent, Explained, HeldBoxes, TensorExplained
 from refitd_cli.session import Session, prints
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 BAR_WIDTH = 48
 MAX_BOXES = 4
-
-Box = tuple[tuple[int, int], ...]  # [start, end) of each dimension
 
 
 @dataclass(frozen=True)
@@ -57,16 +55,6 @@ class Picture:
     element_size: int
     source: tuple[Holding, ...]
     destination: tuple[Holding, ...]
-
-
-@dataclass(frozen=True)
-class SentBox:
-    """A box that one rank sends to another."""
-
-    src: int
-    dst: int
-    box: Box
-    bytes: int
 
 
 def pictures(rosters: Sequence[Roster], wanted: str) -> list[Picture]:
@@ -104,8 +92,6 @@ def tensors_of(meta: ParameterMetadata) -> set[str]:
 
 def side_lines(picture: Picture, holdings: Sequence[Holding]) -> list[str]:
     """Return one line for each different holding: the ranks that have it, bars, boxes and the local name."""
-    from refitd_cli.output import rank_ranges
-
     kinds: dict[tuple[tuple[Box, ...], str], list[int]] = {}
     for holding in holdings:
         kinds.setdefault((holding.boxes, holding.local), []).append(holding.rank)
@@ -141,7 +127,7 @@ def boxes_text(boxes: Sequence[Box]) -> str:
     return shown + (f" and {len(boxes) - MAX_BOXES} more" if len(boxes) > MAX_BOXES else "")
 
 
-def pieces(picture: Picture, copies: CopyTable) -> list[SentBox]:
+def pieces(picture: Picture, copies: CopyTable) -> list[BoxSent]:
     """Return the boxes that are sent, in canonical coordinates, by destination and source."""
     tiles: dict[tuple[int, str], tuple[Tile, ...]] = {(h.rank, h.local): h.tiles for h in picture.destination}
     dims = len(picture.shape)
@@ -155,8 +141,8 @@ def pieces(picture: Picture, copies: CopyTable) -> list[SentBox]:
             offset = int(copies.dst_offset[row]) + sum(i * s for i, s in zip(steps, strides[:lead], strict=True))
             start = _place(tiles[dst, local], offset)
             box = tuple((o, o + n) for o, n in zip(start, sizes[lead:], strict=True))
-            found.append(SentBox(src, dst, box, elements(sizes[lead:]) * int(copies.element_size[row])))
-    return sorted(found, key=lambda piece: (piece.dst, piece.src, piece.box))
+            found.append(BoxSent(src, dst, box, elements(sizes[lead:]) * int(copies.element_size[row])))
+    return sorted(found, key=lambda piece: (piece.target, piece.source, piece.box))
 
 
 def _canonical_names(rosters: Sequence[Roster], wanted: str) -> set[str]:
@@ -313,7 +299,7 @@ def explain(
     return EXIT_FAILED if refusal is not None else 0
 
 
-def _pieces(picture: Picture, plan: GlobalPlan | None) -> list[SentBox]:
+def _pieces(picture: Picture, plan: GlobalPlan | None) -> list[BoxSent]:
     from refitd_cli.cost import copies_of
 
     return pieces(picture, copies_of(plan, picture.tensor)) if plan is not None else []
@@ -325,8 +311,6 @@ def _planner(picture: Picture, plan: GlobalPlan | None) -> str | None:
 
 
 def _show(picture: Picture, plan: GlobalPlan | None, rank: int | None, top: int) -> None:
-    from refitd.describe.layout import elements
-
     shape = ", ".join(map(str, picture.shape))
     say(f"{picture.tensor}  [{shape}] {picture.dtype}, {size(elements(picture.shape) * picture.element_size)}")
     dims = cut_dims(picture)
@@ -341,9 +325,9 @@ def _show(picture: Picture, plan: GlobalPlan | None, rank: int | None, top: int)
             say(f"  and {len(lines) - SIDE_LINES} other parts (--top 0 shows all)")
     if planner := _planner(picture, plan):
         say(f"planned by: {planner} ({PLANNERS[planner]})")
-    by_pair: dict[int, dict[int, list[SentBox]]] = {}
+    by_pair: dict[int, dict[int, list[BoxSent]]] = {}
     for piece in _pieces(picture, plan):
-        by_pair.setdefault(piece.dst, {}).setdefault(piece.src, []).append(piece)
+        by_pair.setdefault(piece.target, {}).setdefault(piece.source, []).append(piece)
     receivers = [dst for dst in by_pair if rank is None or dst == rank]
     shown = receivers if rank is not None else receivers[: top or None]
     for dst in shown:
@@ -377,7 +361,7 @@ def _object(picture: Picture, plan: GlobalPlan | None) -> TensorExplained:
         source=tuple(HeldBoxes(h.rank, h.local, h.boxes) for h in picture.source),
         destination=tuple(HeldBoxes(h.rank, h.local, h.boxes) for h in picture.destination),
         planned_by=_planner(picture, plan),
-        transfers=tuple(BoxSent(p.src, p.dst, p.box, p.bytes) for p in _pieces(picture, plan)),
+        transfers=tuple(_pieces(picture, plan)),
     )
 
 

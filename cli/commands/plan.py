@@ -18,7 +18,6 @@ from refitd_cli.view import PATH_COLUMNS, path_rows
 
 if TYPE_CHECKING:
     from refitd.plan.cost import Traffic
-    from refitd_cli.cost import Balance, Estimate, Memory
 
 SPEED = Number(min=0, min_open=True, max=1e6)
 
@@ -206,7 +205,7 @@ def _offline(
 
 
 def _show_offline(
-    found: ManifestPlan, traffic: Traffic, memory: Sequence[Memory], facts: Sequence[str], top: int
+    found: ManifestPlan, traffic: Traffic, memory: Sequence[RankMemory], facts: Sequence[str], top: int
 ) -> None:
     from refitd_cli.heatmap import matrix_of, text_matrix
 
@@ -222,8 +221,8 @@ def _facts(
     found: ManifestPlan,
     traffic: Traffic,
     moved: Traffic,
-    balance: Balance,
-    least: Estimate | None,
+    balance: Senders,
+    least: LeastTime | None,
     speeds: tuple[float, float],
 ) -> list[str]:
     far, crossing = _far(found, traffic), _far(found, moved)
@@ -236,7 +235,7 @@ def _facts(
         f"{size(traffic.local_bytes)} stay on their rank, {size(near)} on their node, "
         f"{size(crossing)} cross nodes{alike}",
         f"senders: the busiest, rank {_own(found.sides, [balance.max_rank])}, sends {size(balance.max_bytes)}, "
-        f"{balance.ratio:.2f} times the mean of {balance.senders}",
+        f"{balance.max_over_mean:.2f} times the mean of {balance.senders}",
     ]
     if least is not None:
         facts.append(
@@ -258,7 +257,7 @@ def _far(found: ManifestPlan, traffic: Traffic) -> int:
 _LINKS = {"intra": "within its node", "inter": "between nodes"}
 
 
-def _show_memory(memory: Sequence[Memory], sides: Sequence[RankNumbers], top: int) -> None:
+def _show_memory(memory: Sequence[RankMemory], sides: Sequence[RankNumbers], top: int) -> None:
     kinds: dict[tuple[int, int], list[int]] = {}
     for each in memory:
         kinds.setdefault((each.staging_bytes, each.source_bytes), []).append(each.rank)
@@ -280,9 +279,9 @@ def _object(
     found: ManifestPlan,
     traffic: Traffic,
     moved: Traffic,
-    balance: Balance,
-    memory: Sequence[Memory],
-    least: Estimate | None,
+    balance: Senders,
+    memory: Sequence[RankMemory],
+    least: LeastTime | None,
 ) -> ManifestPlanned:
     pairs = zip(
         traffic.src.tolist(), traffic.dst.tolist(), traffic.bytes.tolist(), traffic.copies.tolist(), strict=True
@@ -297,11 +296,9 @@ def _object(
         copies=traffic.total_copies,
         plan_s=found.plan_s,
         digest=found.plan.digest,
-        senders=Senders(balance.senders, balance.mean_bytes, balance.max_bytes, balance.max_rank, balance.ratio),
-        estimate=None
-        if least is None
-        else LeastTime(least.seconds, least.rank, least.link, least.direction, least.bytes),
-        memory=tuple(RankMemory(each.rank, each.source_bytes, each.staging_bytes) for each in memory),
+        senders=balance,
+        estimate=least,
+        memory=tuple(memory),
         pairs=tuple(RankPair(*pair) for pair in pairs),
         parameters=tuple(ParameterSent(*row) for row in traffic.largest_tensors()),
         unused_sources=tuple(found.plan.unused_sources),

@@ -89,14 +89,14 @@ def test_local_copies_are_not_sent():
     rosters, _, traffic = case({"tp": 2}, {"tp": 2}, collocated=True)
     assert traffic.local_bytes == traffic.total_bytes == 152
     assert balance_of(traffic, rosters).max_bytes == 0
-    assert balance_of(traffic, rosters).ratio == 1.0
+    assert balance_of(traffic, rosters).max_over_mean == 1.0
 
 
 def test_balance_is_of_all_senders():
     rosters, _, traffic = case({"dp": 4}, {})
     balance = balance_of(traffic, rosters)
     assert (balance.senders, balance.max_bytes, balance.max_rank) == (4, 128, 2)
-    assert balance.ratio == 128 / 35
+    assert balance.max_over_mean == 128 / 35
     assert balance_of(traffic, [Roster(0)]).senders == 0
 
 
