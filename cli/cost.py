@@ -1,16 +1,9 @@
-"""What a plan between manifests costs: balance of senders, memory, and the least time.
-
-The time is a lower bound: all ranks use all links in both directions without a pause, and the refit takes as long as
-the slowest link:
-
-    rank 0 -> rank 1, same node      3 GB at 300 GB/s     10 ms
-    rank 0 -> rank 8, another node   1 GB at  50 GB/s     20 ms     the refit takes at least 20 ms, rank 0 sending
-"""
+"""What a plan between manifests costs: what crosses between nodes, the balance of senders, and memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,19 +11,11 @@ import numpy.typing as npt
 from refitd.describe.layout import elements
 from refitd.describe.metadata import ParameterMetadata, Roster
 from refitd.plan.between_nodes import deliveries_of
-from refitd.plan.columns import Ints, Memo, offsets_of, ranges
+from refitd.plan.columns import Memo, offsets_of, ranges
 from refitd.plan.cost import Traffic
 from refitd.plan.shared import GlobalPlan
 from refitd.plan.table import PLACE_BITS, CopyTable
-from refitd_cli.printed import LeastTime, RankMemory, Senders
-
-
-@dataclass(frozen=True)
-class Links:
-    """Speeds of one rank in each direction, in GB/s (10**9 bytes per second)."""
-
-    intra: float  # to ranks on its node; copies within a rank count here too
-    inter: float  # to ranks on other nodes
+from refitd_cli.printed import RankMemory, Senders
 
 
 def in_a_swap(plan: GlobalPlan, rosters: Sequence[Roster], traffic: Traffic) -> Traffic:
@@ -101,22 +86,6 @@ def memory_of(rosters: Sequence[Roster]) -> list[RankMemory]:
     return [RankMemory(r.rank, taken(r.source), taken(r.destination)) for r in sorted(rosters, key=lambda r: r.rank)]
 
 
-def estimate(traffic: Traffic, rosters: Sequence[Roster], links: Links) -> LeastTime | None:
-    """Return the least time of the traffic; None if there is none. A rank without a node counts as its own node."""
-    if not links.intra > 0 or not links.inter > 0:
-        raise ValueError(f"link speeds must be above 0 GB/s, found {links}")
-    node = _nodes(rosters)
-    is_near = _looked_up(node, traffic.src) == _looked_up(node, traffic.dst)
-    slowest: LeastTime | None = None
-    for link, speed, mask in (("inter", links.inter, ~is_near), ("intra", links.intra, is_near)):
-        for direction, ranks in (("sends", traffic.src), ("receives", traffic.dst)):
-            for rank, moved in _per_rank(ranks[mask], traffic.bytes[mask]).items():
-                seconds = moved / (speed * 1e9)
-                if slowest is None or seconds > slowest.seconds:
-                    slowest = LeastTime(seconds, rank, link, direction, moved)
-    return slowest
-
-
 def _nodes(rosters: Sequence[Roster]) -> dict[int, int]:
     """Return the number of each rank's node; a rank without a node counts as its own node."""
     names = {roster.rank: roster.node or f"\0{roster.rank}" for roster in rosters}
@@ -129,7 +98,3 @@ def _per_rank(ranks: npt.NDArray[np.int64], amounts: npt.NDArray[np.int64]) -> d
     total = np.zeros(len(found), np.int64)
     np.add.at(total, which, amounts)
     return dict(zip(found.tolist(), total.tolist(), strict=True))
-
-
-def _looked_up(numbers: dict[int, int], ranks: Ints) -> Ints:
-    return np.array([numbers[rank] for rank in ranks.tolist()], np.int64)

@@ -109,16 +109,6 @@ class Senders(msgspec.Struct, frozen=True):
     max_over_mean: float
 
 
-class LeastTime(msgspec.Struct, frozen=True):
-    """The least time that a refit takes, and the rank, link ("intra" or "inter") and direction that determine it."""
-
-    seconds: float
-    rank: int
-    link: str
-    direction: str
-    bytes: int
-
-
 class RankMemory(msgspec.Struct, frozen=True):
     """The bytes of one rank's tensors as a source and while staging."""
 
@@ -161,7 +151,6 @@ class ManifestPlanned(msgspec.Struct, frozen=True):
     plan_s: float
     digest: str
     senders: Senders
-    estimate: LeastTime | None
     memory: tuple[RankMemory, ...]
     pairs: tuple[RankPair, ...]
     parameters: tuple[ParameterSent, ...]

@@ -12,14 +12,12 @@ from refitd.errors import ConfigError
 from refitd.protocol.plan_reports import CableTraffic, PairTraffic, ParameterTraffic, PlanReport, Relaying
 from refitd_cli.layouts import ManifestPlan, RankNumbers, manifest_options, planned
 from refitd_cli.output import duration, print_table, say, size
-from refitd_cli.printed import LeastTime, ManifestPlanned, ParameterSent, RankMemory, RankPair, Senders
-from refitd_cli.session import Number, Session, asks, model_names
+from refitd_cli.printed import ManifestPlanned, ParameterSent, RankMemory, RankPair, Senders
+from refitd_cli.session import Session, asks, model_names
 from refitd_cli.view import PATH_COLUMNS, path_rows
 
 if TYPE_CHECKING:
     from refitd.plan.cost import Traffic
-
-SPEED = Number(min=0, min_open=True, max=1e6)
 
 
 @click.command()
@@ -30,16 +28,6 @@ SPEED = Number(min=0, min_open=True, max=1e6)
     "--explain", is_flag=True, help="Also show the path of the bytes, and the memory and the pause of each target."
 )
 @click.option("--html", "html_file", metavar="FILE", help="Write who sends how much to whom as a heat map.")
-@click.option(
-    "--intra-gbps",
-    type=SPEED,
-    default=300.0,
-    show_default=True,
-    help="Gigabytes per second that a rank moves each way within its node.",
-)
-@click.option(
-    "--inter-gbps", type=SPEED, default=50.0, show_default=True, help="The same between nodes (400 Gbit/s are 50)."
-)
 @asks
 def plan(
     session: Session,
@@ -51,8 +39,6 @@ def plan(
     top: int,
     explain: bool,
     html_file: str | None,
-    intra_gbps: float,
-    inter_gbps: float,
 ) -> None:
     """Show what a swap of MODEL would move, per pair of ranks and per parameter. Moves nothing.
 
@@ -65,7 +51,7 @@ def plan(
         if explain:
             raise click.UsageError("--explain needs a MODEL: manifests do not say where tensors are")
         found = planned(source, targets, model_file, collocated)
-        _offline(found, top, html_file, (intra_gbps, inter_gbps), session)
+        _offline(session, found, top, html_file)
         return
     if source is not None or targets or model_file is not None or collocated or html_file is not None:
         raise click.UsageError(
@@ -183,22 +169,19 @@ def _title(what: str, shown: int, total: int) -> str:
     return what if shown == total else f"{what} (the largest {shown} of {total}; --top 0 shows all)"
 
 
-def _offline(
-    found: ManifestPlan, top: int, html_file: str | None, speeds: tuple[float, float], session: Session
-) -> None:
+def _offline(session: Session, found: ManifestPlan, top: int, html_file: str | None) -> None:
     """Show a plan between manifests."""
     from refitd.plan.cost import traffic_of
-    from refitd_cli.cost import Links, balance_of, estimate, in_a_swap, memory_of
+    from refitd_cli.cost import balance_of, in_a_swap, memory_of
 
     traffic = traffic_of(found.plan)
     balance = balance_of(traffic, found.rosters)
     memory = memory_of(found.rosters)
     moved = in_a_swap(found.plan, found.rosters, traffic)
-    least = estimate(moved, found.rosters, Links(*speeds))
-    facts = _facts(found, traffic, moved, balance, least, speeds)
+    facts = _facts(found, traffic, moved, balance)
     if html_file is not None:
         _write_heat_map(html_file, found, traffic, facts)
-    result = _object(found, traffic, moved, balance, memory, least)
+    result = _object(found, traffic, moved, balance, memory)
     session.show(result, lambda _: _show_offline(found, traffic, memory, facts, top))
     if html_file is not None and not session.as_json:
         say(f"heat map: {html_file}")
@@ -222,13 +205,11 @@ def _facts(
     traffic: Traffic,
     moved: Traffic,
     balance: Senders,
-    least: LeastTime | None,
-    speeds: tuple[float, float],
 ) -> list[str]:
     far, crossing = _far(found, traffic), _far(found, moved)
     near = traffic.total_bytes - traffic.local_bytes - far
     alike = f" for {size(far)} that ranks there need" if crossing < far else ""
-    facts = [
+    return [
         f"{found.source.name} ({len(found.sides[0].ranks)} ranks) to "
         + ", ".join(f"{side.name} ({len(side.ranks)} ranks)" for side in found.sides[1:]),
         f"{size(traffic.total_bytes)} in {traffic.total_copies} copies over {len(traffic.src)} rank pairs: "
@@ -236,15 +217,8 @@ def _facts(
         f"{size(crossing)} cross nodes{alike}",
         f"senders: the busiest, rank {_own(found.sides, [balance.max_rank])}, sends {size(balance.max_bytes)}, "
         f"{balance.max_over_mean:.2f} times the mean of {balance.senders}",
+        f"planned in {duration(found.plan_s)}; digest {found.plan.digest}",
     ]
-    if least is not None:
-        facts.append(
-            f"at least {duration(least.seconds)} with {speeds[0]:g} GB/s within and {speeds[1]:g} GB/s between nodes: "
-            f"rank {_own(found.sides, [least.rank])} {least.direction} {size(least.bytes)} {_LINKS[least.link]}"
-            f"{', unless relays do' if (least.link, least.direction) == ('inter', 'sends') else ''}"
-        )
-    facts.append(f"planned in {duration(found.plan_s)}; digest {found.plan.digest}")
-    return facts
 
 
 def _far(found: ManifestPlan, traffic: Traffic) -> int:
@@ -252,9 +226,6 @@ def _far(found: ManifestPlan, traffic: Traffic) -> int:
     nodes = {r.rank: r.node or f"rank {r.rank}" for r in found.rosters}
     pairs = zip(traffic.src.tolist(), traffic.dst.tolist(), traffic.bytes.tolist(), strict=True)
     return sum(nbytes for src, dst, nbytes in pairs if nodes[src] != nodes[dst])
-
-
-_LINKS = {"intra": "within its node", "inter": "between nodes"}
 
 
 def _show_memory(memory: Sequence[RankMemory], sides: Sequence[RankNumbers], top: int) -> None:
@@ -281,7 +252,6 @@ def _object(
     moved: Traffic,
     balance: Senders,
     memory: Sequence[RankMemory],
-    least: LeastTime | None,
 ) -> ManifestPlanned:
     pairs = zip(
         traffic.src.tolist(), traffic.dst.tolist(), traffic.bytes.tolist(), traffic.copies.tolist(), strict=True
@@ -297,7 +267,6 @@ def _object(
         plan_s=found.plan_s,
         digest=found.plan.digest,
         senders=balance,
-        estimate=least,
         memory=tuple(memory),
         pairs=tuple(RankPair(*pair) for pair in pairs),
         parameters=tuple(ParameterSent(*row) for row in traffic.largest_tensors()),

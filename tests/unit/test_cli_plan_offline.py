@@ -100,7 +100,6 @@ def test_plan_shows_matrix_parameters_memory_balance_and_time():
         "1.13 TB in 41120 copies",
         "564 GB cross nodes for 1.13 TB that ranks there need",
         "times the mean of 64",
-        "at least 705.6 ms with 300 GB/s within and 50 GB/s between nodes: rank 0 of llama-serve receives",
     ):
         assert expected in ran.stdout, expected
 
@@ -119,14 +118,6 @@ def test_plan_in_json_is_one_object_with_everything(sides):
     assert [m["staging_bytes"] for m in found["memory"]] == [0, 0, 0, 0, 160, 160, 160, 160]
     # all four ranks of the node need these bytes, so one of the two replicas sends them across once
     assert found["senders"]["max_over_mean"] == 1.2
-    assert found["estimate"]["link"] == "inter"
-
-
-def test_link_speeds_change_the_estimate(sides):
-    slow = run("plan", *sides, "--json", "--inter-gbps", "1").object["estimate"]["seconds"]
-    fast = run("plan", *sides, "--json", "--inter-gbps", "100").object["estimate"]["seconds"]
-    assert slow == pytest.approx(100 * fast)
-    assert run("plan", *sides, "--inter-gbps", "0").status == 2
 
 
 def test_refused_plan_exits_1_and_says_why(sides, tmp_path):

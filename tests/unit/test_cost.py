@@ -14,11 +14,10 @@ from refitd.offline.rosters import rosters_of
 from refitd.plan.build import plan_copies
 from refitd.plan.cost import flows_of, traffic_of
 from refitd.plan.routes import routes_of
-from refitd_cli.cost import Links, balance_of, copies_of, estimate, in_a_swap, memory_of
+from refitd_cli.cost import balance_of, copies_of, in_a_swap, memory_of
 
 WEIGHT = {"name": "w", "shape": [8, 4], "dtype": "float32", "split": {"dim": 0}, "stage": "every"}
 NORM = {"name": "norm", "shape": [3], "dtype": "float32", "stage": "every"}
-LINKS = Links(intra=100.0, inter=10.0)
 
 
 def layout(**degrees) -> Layout:
@@ -109,24 +108,6 @@ def test_memory_is_each_sides_shard():
     ]
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "slowest"),
-    [
-        ({"tp": 2, "ranks_per_node": 2}, {"ranks_per_node": 2}, (2, "inter", "receives", 140)),
-        # links of one rank work at the same time: rank 0 sends rank 1 on its node as much as rank 2 on another one
-        ({"ranks_per_node": 2}, {"dp": 2, "first_rank": 1, "first_node": 0, "ranks_per_node": 1},
-         (0, "inter", "sends", 140)),
-        ({}, {"first_rank": 1, "first_node": 0}, (0, "intra", "sends", 140)),
-    ],
-)  # fmt: skip
-def test_estimate_waits_for_the_slowest_rank_link_and_direction(source, target, slowest):
-    rosters, _, traffic = case(source, target)
-    least = estimate(traffic, rosters, LINKS)
-    assert least is not None
-    assert (least.rank, least.link, least.direction, least.bytes) == slowest
-    assert least.seconds == pytest.approx(least.bytes / (10e9 if least.link == "inter" else 100e9))
-
-
 def test_in_a_swap_what_ranks_of_a_node_need_alike_crosses_once():
     # rank 0 alone; ranks 1 to 3 on another node hold everything, rank 4 on a third one
     rosters, plan, traffic = case({"ranks_per_node": 1}, {"dp": 4, "ranks_per_node": 3})
@@ -134,9 +115,6 @@ def test_in_a_swap_what_ranks_of_a_node_need_alike_crosses_once():
     moved = in_a_swap(plan, rosters, traffic)
     pairs = zip(moved.src.tolist(), moved.dst.tolist(), moved.bytes.tolist(), moved.copies.tolist(), strict=True)
     assert sorted(pairs) == [(0, 1, 140, 2), (0, 4, 140, 2), (1, 2, 140, 2), (1, 3, 140, 2)]
-    least = estimate(moved, rosters, LINKS)
-    assert least is not None
-    assert (least.rank, least.link, least.direction, least.bytes) == (0, "inter", "sends", 280)
 
 
 @pytest.mark.parametrize("target", [{"tp": 4, "dp": 3, "ranks_per_node": 2}, {"tp": 2, "dp": 3, "ranks_per_node": 4}])
@@ -155,21 +133,11 @@ def test_in_a_swap_on_one_node_nothing_changes():
 
 
 def test_ranks_without_a_node_have_one_each():
-    rosters, _, traffic = case({}, {})
+    rosters, plan, traffic = case({}, {"dp": 2})
     bare = [Roster(r.rank, r.source, r.destination) for r in rosters]
-    least = estimate(traffic, bare, LINKS)
-    assert least is not None
-    assert least.link == "inter"
+    moved = in_a_swap(plan, bare, traffic)
+    assert np.array_equal(moved.dst, traffic.dst) and np.array_equal(moved.bytes, traffic.bytes)
 
 
-def test_nothing_to_move_takes_no_time():
-    plan = plan_copies([Roster(0)])
-    assert estimate(traffic_of(plan), [Roster(0)], LINKS) is None
-    assert traffic_of(plan).total_bytes == 0
-
-
-@pytest.mark.parametrize("links", [Links(0.0, 1.0), Links(1.0, -1.0), Links(float("nan"), 1.0)])
-def test_speeds_must_be_positive(links):
-    rosters, _, traffic = case({}, {})
-    with pytest.raises(ValueError, match="above 0"):
-        estimate(traffic, rosters, links)
+def test_nothing_to_move_has_no_bytes():
+    assert traffic_of(plan_copies([Roster(0)])).total_bytes == 0
