@@ -20,8 +20,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 import refitd
 from refitd.adapters.derived import Hook, Packed, seconds_of
 from refitd.adapters.driving import CATCH_UP_S, live_version
-from refitd.adapters.engines import Learned, Learner, Retries, adopt
-from refitd.adapters.hf_names import OnDisk, on_disk
+from refitd.adapters.engines import Learned, Learner, OnDisk, Retries, adopt, on_disk
 from refitd.adapters.streams import Shapes
 from refitd.adapters.vllm import versions
 from refitd.adapters.vllm.kept_weights import packed_modules
