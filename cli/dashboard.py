@@ -291,7 +291,7 @@ def _model(model: ModelStatus, swaps: Sequence[HistoryEntry], lost: Mapping[str,
     rows = [*gone, *(_replica(one, pauses) for one in replicas)]
     yield _table(_REPLICA_COLUMNS, rows, "no engine has registered")
     yield f"<h3>Trainer: {len(model.sources)} of {model.source_world_size} ranks</h3>"
-    ranks = (
+    trainer = (
         (
             Cell(str(source.rank)),
             Cell(f"{source.node}/{source.host}"),
@@ -302,7 +302,7 @@ def _model(model: ModelStatus, swaps: Sequence[HistoryEntry], lost: Mapping[str,
         )
         for source in model.sources
     )
-    yield _table(_SOURCE_COLUMNS, ranks, "no trainer has registered")
+    yield _table(_SOURCE_COLUMNS, trainer, "no trainer has registered")
 
     if model.sources and model.targets:
         source = html.path(PLAN, model.model, _view(model))

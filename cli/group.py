@@ -234,6 +234,7 @@ def _show_usage(error: click.UsageError) -> None:
     _complain(f"Error: {_plain(error)}")
 
 
+_NUMBERS = {"integer": "whole number", "float": "number"}
 # click's sentences about a value, and ours
 _SENTENCES = (
     (r"('.*') is not a valid (integer|float)( range)?\.", lambda m: f"{m[1]} is no {_NUMBERS[m[2]]}"),
@@ -243,7 +244,6 @@ _SENTENCES = (
     (r"Missing (argument|option|parameter) '(.*)'\.", r"\2 is missing"),
     (r"Got unexpected extra arguments? \((.*)\)", r"\1 is one argument too many"),
 )
-_NUMBERS = {"integer": "whole number", "float": "number"}
 
 
 def _plain(error: click.UsageError) -> str:
