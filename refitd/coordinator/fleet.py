@@ -163,7 +163,7 @@ class ModelState:
     highest: int = -1  # the highest version that was ever decided
     tried: tuple[int, str] = (-1, "")  # (version, run) of the highest swap begun in the last run
     bases: dict[str, int] = field(default_factory=dict)  # run -> the highest number used up before it
-    published: dict[tuple[str, int], int] = field(default_factory=dict)  # (run, rank) -> highest number
+    published: dict[str, dict[int, int]] = field(default_factory=dict)  # run -> rank -> highest number
     wants_room: dict[str, int] = field(default_factory=dict)  # source rank waiting for a slot -> its slot count
     plan: LoadedPlan | None = None  # of the present members; None after any change
     running: Running | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -300,9 +300,13 @@ class Membership:
         """Return the target ranks of each replica, by name and in rank order."""
         return {name: [m for _, m in sorted(ranks.items())] for name, ranks in sorted(self._replicas.items())}
 
+    def pool(self, replica: str) -> Mapping[int, Member]:
+        """Return the target ranks of a replica, by rank."""
+        return self._replicas.get(replica, {})
+
     def replica(self, name: str) -> list[Member]:
         """Return the target ranks of a replica, in rank order."""
-        return [m for _, m in sorted(self._replicas.get(name, {}).items())]
+        return [m for _, m in sorted(self.pool(name).items())]
 
     def givers(self) -> list[Member]:
         """Return the ranks that a swap of these members may read: its seeds, or else the sources, in rank order."""
@@ -312,7 +316,7 @@ class Membership:
         """Return what the sources offer now."""
         ranks = list(self.sources.values())
         world = ranks[0].added.world_size if ranks else 0
-        missing = [rank for rank in range(world) if rank not in self.sources]
+        missing = [r for r in range(world) if r not in self.sources] if len(ranks) < world else []
         runs = {member.run for member in ranks}
         is_whole = len(runs) == 1 and not missing
         complete = sorted(set.intersection(*(m.source.versions for m in ranks))) if is_whole else []

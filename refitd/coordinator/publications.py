@@ -44,7 +44,7 @@ def published(turn: Turn, member: Member, message: local.Publish) -> None:
     source.versions.add(version)
     source.begun = None if source.begun == version else source.begun
     source.newest = max(source.newest, version)
-    state.published[member.run, member.added.rank] = source.newest
+    state.published.setdefault(member.run, {})[member.added.rank] = source.newest
     source.modes[version] = source.mode = message.mode
     if state.wants_room:
         room_changed(turn, state)

@@ -5,6 +5,7 @@ The functions keep `fleet.members`, and the models that have members.
 
 from __future__ import annotations
 
+import itertools
 from fnmatch import fnmatchcase
 
 from refitd.commit import decision, swap_events
@@ -164,29 +165,25 @@ def _replaced_by(membership: Membership, a: cluster.AddShard) -> list[Member]:
     Raises:
         RefusedError: the rank is taken, or attached ranks have another size or another `controlled`.
     """
-    pool: dict[int, Member]
-    if a.role == "source":
-        pool, what = membership.sources, f"model {membership.name!r} source"
-    else:
-        pool = {m.added.rank: m for m in membership.replica(a.replica)}
-        what = f"model {membership.name!r} replica {a.replica!r}"
-    other_size = [other for other in pool.values() if other.added.world_size != a.world_size]
-    for other in other_size:
-        if other.source.attached:
+    pool, what = membership.sources, f"model {membership.name!r} source"
+    if a.role != "source":
+        pool, what = membership.pool(a.replica), f"model {membership.name!r} replica {a.replica!r}"
+    # two attached ranks are enough: each agreed with all others when it registered, also on the size of the pool
+    for other in itertools.islice((other for other in pool.values() if other.source.attached), 2):
+        if other.added.world_size != a.world_size:
             raise RefusedError(
                 f"{what} rank {a.rank} says there are {a.world_size} ranks, rank {other.added.rank} "
                 f"(host {other.place.host}, pid {other.added.pid}) said {other.added.world_size}; start all with "
                 "one size"
             )
-    for other in pool.values():
-        if other.source.attached and other.added.controlled != a.controlled and other.added.rank != a.rank:
+        if other.added.controlled != a.controlled and other.added.rank != a.rank:
             raise RefusedError(
                 f"{what} rank {a.rank} has controlled={a.controlled}, rank {other.added.rank} (host "
                 f"{other.place.host}, pid {other.added.pid}) has controlled={other.added.controlled}; register all "
                 "ranks of a replica alike (mode='in-place' is controlled)"
             )
-    if other_size:
-        return other_size  # the trainer is gone and restarts with another number of ranks
+    if any(other.added.world_size != a.world_size for other in itertools.islice(pool.values(), 1)):
+        return list(pool.values())  # the trainer is gone and restarts with another number of ranks
     old = pool.get(a.rank)
     if old is not None and old.source.attached:
         raise RefusedError(
@@ -402,17 +399,17 @@ def _run_of(turn: Turn, state: ModelState, added: cluster.AddShard) -> tuple[str
     """
     if added.run:  # it registered before
         used = max(added.versions, default=-1) if added.newest is None else added.newest
-        return added.run, max(used, state.published.get((added.run, added.rank), -1)), None
-    joined = sorted(m.run for m in state.membership.sources.values() if m.source.attached)
-    if not joined:
+        return added.run, max(used, state.published.get(added.run, {}).get(added.rank, -1)), None
+    attached = (m.run for m in state.membership.sources.values() if m.source.attached)
+    run = next(attached, "") if len(state.published) == 1 else min(attached, default="")
+    if not run:
         running = state.running
         base = max(state.highest, -1 if running is None else running.version)
         return turn.fleet.ids.run(), base, base
-    run = joined[0]
     used = -1
-    if (run, added.rank) in state.published:
+    if added.rank in state.published[run]:
         # it returns alone, with weights that differ from every version published before
-        used = max(version for (of, _), version in state.published.items() if of == run)
+        used = max(state.published[run].values())
     return run, max(state.bases.get(run, state.highest), used), None
 
 
@@ -420,10 +417,10 @@ def _source_registered(turn: Turn, state: ModelState, member: Member, base: int 
     """Record a registered source rank and the base from `_run_of`; forget runs that have no rank left."""
     if base is not None:
         state.bases[member.run] = base
-    state.published[member.run, member.added.rank] = member.source.newest
-    for old in {old for old, _ in state.published} - {m.run for m in state.membership.sources.values()}:
-        state.bases.pop(old, None)
-        for rank in [rank for at, rank in state.published if at == old]:
-            del state.published[old, rank]
+    state.published.setdefault(member.run, {})[member.added.rank] = member.source.newest
+    if len(state.published) > 1:
+        for old in state.published.keys() - {m.run for m in state.membership.sources.values()}:
+            state.bases.pop(old, None)
+            del state.published[old]
     if state.wants_room:
         room_changed(turn, state)

@@ -5,6 +5,7 @@ Sizes are checked before decoding. Large frames are decoded on another thread.
 
 from __future__ import annotations
 
+import functools
 import queue
 import re
 import sys
@@ -257,10 +258,15 @@ def fields_of(raw: bytes, kind: type[msgspec.Struct]) -> dict[str, msgspec.Raw]:
     Raises:
         ProtocolError: it is no map.
     """
-    fields = [(name, msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for name in kind.__struct_fields__]
-    found = _decoded(raw, msgspec.defstruct(kind.__name__, fields), kind.__name__)
+    found = _decoded(raw, _undecoded(kind), kind.__name__)
     values = {name: getattr(found, name) for name in kind.__struct_fields__}
     return {name: value for name, value in values.items() if value is not msgspec.UNSET}
+
+
+@functools.cache  # one for each type that is read so
+def _undecoded(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    fields = [(name, msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for name in kind.__struct_fields__]
+    return msgspec.defstruct(kind.__name__, fields)
 
 
 def _decoded(raw: bytes | memoryview, kind: Any, what: str) -> Any:
