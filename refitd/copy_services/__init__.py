@@ -59,6 +59,7 @@ from refitd.errors import TransportError
 if TYPE_CHECKING:
     import torch
 
+    from refitd.buffers.cuda import MappedDeviceArena
     from refitd.copy_services.epoch_peers import EpochPeers
     from refitd.copy_services.peers import prove
     from refitd.copy_services.pieces import Piece
@@ -402,6 +403,12 @@ class ExchangeService(CopyService):
         `data` may change at any time during `run`. It has the sent values once `run` has returned; after an error its
         content is undefined.
         """
+
+    def use(self, arenas: Mapping[int, MappedArena | MappedDeviceArena]) -> None:
+        """Note the arenas, by their ids, of the next run's pieces: a service may register them."""
+
+    def let_go(self, arena: int) -> None:
+        """Forget an arena that was used: its memory is about to be exchanged or unmapped."""
 
     @abstractmethod
     def hold(self) -> Transfers:

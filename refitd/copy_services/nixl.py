@@ -7,50 +7,50 @@ worker registers one slab of memory. All other data travels in notifications:
     wanted   a receive has been posted
     part     a part of a wanted message is at this address of the sender's slab; the receiver reads it into its own
     taken    the part has been read and copied to its destination; the sender may reuse that memory
+    direct   a wanted message is at this address of the sender's arena; the receiver reads it into its own arena
 
 Each begins with a MAC of its content and of the names of both agents. A notification without a valid MAC is ignored.
 
     sender's tensor  --copy-->  slab  ==read==>  slab  --copy-->  receiver's tensor
 
+    sender's arena  ==read==>  receiver's arena      (if both are registered: contiguous pieces without conversion)
+
 In an epoch of GPUs the slab is in GPU memory, so a card with GPUDirect RDMA reads from GPU to GPU; both copies are then
 within a GPU.
 
 For each peer and direction the slab has PARTS places. Only wanted messages are cut into parts, so a sender's places
-wait only for reads that the receiver has room for. Therefore no message waits behind another one, as with gloo. Tensors
-are never registered, for three reasons: a read that was given up cannot write to them, arenas may be exchanged under
-their addresses, and a network card's table of regions stays small.
+wait only for reads that the receiver has room for. Therefore no message waits behind another one, as with gloo. A read
+that was given up may still write to an arena until the agent ends, with its epoch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
-import os
 import secrets
 import struct
 from base64 import b64decode, b64encode
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from refitd.buffers import cuda
+from refitd.buffers.arena import MappedArena
+from refitd.buffers.cuda import MappedDeviceArena
 from refitd.copy_services import PACKED, Epoch, ExchangeResult
 from refitd.copy_services.digests import MAC_BYTES, Authenticator, DeviceDigests, Digest
 from refitd.copy_services.epoch_peers import EpochPeers
+from refitd.copy_services.nixl_memory import PARTS, Regions, load, new_slab, part_bytes
 from refitd.copy_services.packed import STAGING_BYTES
 from refitd.copy_services.peers import first_line, prove
-from refitd.copy_services.waits import Backoff, Deadline, DeviceStream, make_current
+from refitd.copy_services.waits import Backoff, Deadline, make_current
 from refitd.copy_services.windows import WindowExchange
-from refitd.errors import ConfigError, DeadlineExceeded, PeerLost, TransportError
+from refitd.errors import DeadlineExceeded, PeerLost, TransportError
 
 # messages up to this size travel inside the notification
 INLINE_BYTES = 1024
-# places of the slab for each peer and direction, and their size
-PARTS = 2
-LEAST_PART_BYTES, MOST_PART_BYTES = 4096, 4 << 20
 # limit on a peer's notifications for which this worker has posted no receive
 MAX_KEPT = 4096
 # limit on one copy to or from a slab on a GPU
@@ -59,7 +59,8 @@ _COPY_S = 60.0
 _HEAD = struct.Struct("<cqq")  # kind, tag, number of the message with this tag
 _PART = struct.Struct("<QQQQ")  # address, bytes of the part, its offset in the message, bytes of the message
 _ADDRESS = struct.Struct("<Q")
-_INLINE, _WANTED, _PARTED, _TAKEN = b"i", b"w", b"p", b"t"
+_INLINE, _WANTED, _PARTED, _TAKEN, _DIRECT = b"i", b"w", b"p", b"t", b"d"
+_REGISTERED = b"r"  # in `wanted`: the destination is registered
 
 Key = tuple[int, int, int]  # peer, tag, number of the message with this peer and tag
 
@@ -85,10 +86,10 @@ class _PostedMessage:
 
 @dataclass(slots=True, eq=False)
 class _PartRead:
-    """A read of one part, from a peer's slab into this process's."""
+    """A read of one part, from a peer's slab into this process's, or of a message into its tensor (no `place`)."""
 
     posted: _PostedMessage
-    place: torch.Tensor
+    place: torch.Tensor | None
     part: slice  # of the message
     address: int  # of the peer's place
     handle: Any
@@ -102,7 +103,7 @@ class _Peer:
     gpu: int = 0  # the number that its process has for its slab's GPU
     is_forged: bool = False  # notifications without a MAC have come under its name
     inline: dict[Key, bytes] = field(default_factory=dict)  # messages without a matching receive yet
-    wanted: set[Key] = field(default_factory=set)  # messages that the peer wants and that are not sent yet
+    wanted: dict[Key, bool] = field(default_factory=dict)  # wanted and not sent yet; whether to registered memory
     free: list[torch.Tensor] = field(default_factory=list)  # free places for sending to it
     lent: dict[int, tuple[torch.Tensor, _PostedMessage, int]] = field(default_factory=dict)  # places in use, by address
     queue: deque[_PostedMessage] = field(default_factory=deque)  # wanted messages that wait for a place
@@ -122,9 +123,9 @@ class NixlPeers(EpochPeers):
         """
         super().__init__(epoch)
         size = part_bytes((epoch.peers or epoch.size - 1) + 1, slab_bytes)
-        self._library = _load()
+        self._library = load()
         nbytes = 2 * PARTS * (epoch.size - 1) * size
-        self._slab, self._stream, self._segment, gpu = _new_slab(nbytes, epoch.device)
+        self._slab, self._stream, self._segment, gpu = new_slab(nbytes, epoch.device)
         self._notes = Authenticator(epoch.key)
         self._peers = [_Peer() for _ in range(epoch.size)]
         places = iter(self._slab.split(size) if len(self._slab) else ())
@@ -135,6 +136,7 @@ class NixlPeers(EpochPeers):
         self._received: dict[tuple[int, int], int] = {}
         self._sending: dict[Key, _PostedMessage] = {}  # not wanted yet
         self._receiving: dict[Key, _PostedMessage] = {}
+        self._offered: dict[Key, _PostedMessage] = {}  # read by the peer from an arena
         self._reads: list[_PartRead] = []
         self._agent: Any = None
         self._peers[epoch.index].gpu = gpu
@@ -146,6 +148,7 @@ class NixlPeers(EpochPeers):
             there = [(self._slab.data_ptr(), self._slab.nbytes, gpu, "")] if len(self._slab) else []
             self._region = self._agent.register_memory(there, self._segment) if there else None
             metadata = self._agent.get_agent_metadata()
+            self.regions = Regions(self._agent, self._segment, gpu)
         except Exception as exc:  # its errors have no common class
             raise TransportError(f"{self.label(self.index)}: NIXL cannot start: {first_line(exc)}") from exc
         self._join(epoch, {"name": name, "gpu": gpu, "metadata": b64encode(metadata).decode()}, deadline)
@@ -184,9 +187,7 @@ class NixlPeers(EpochPeers):
             self._say(posted.key, _INLINE, posted.tensor.cpu().numpy().tobytes())
             posted.is_done = True
         elif posted.key in peer.wanted:
-            peer.wanted.remove(posted.key)
-            peer.queue.append(posted)
-            self._feed(peer)
+            self._give(posted, is_direct=peer.wanted.pop(posted.key))
         else:
             self._sending[posted.key] = posted
         return posted
@@ -199,7 +200,7 @@ class NixlPeers(EpochPeers):
         if (body := peer.inline.pop(posted.key, None)) is not None:
             self._take_inline(posted, body)
         elif tensor.nbytes > INLINE_BYTES:
-            self._say(posted.key, _WANTED)
+            self._say(posted.key, _WANTED, _REGISTERED if self.regions.at(posted.tensor) is not None else b"")
         return posted
 
     def wait(self, posted: Any, position: int, deadline: Deadline, purpose: str) -> None:
@@ -259,16 +260,19 @@ class NixlPeers(EpochPeers):
                 self._take_inline(posted, body)
             else:
                 peer.inline[key] = body
-        elif kind == _WANTED and not body:
+        elif kind == _WANTED and body in (b"", _REGISTERED):
             if (posted := self._sending.pop(key, None)) is not None:
-                peer.queue.append(posted)
-                self._feed(peer)
+                self._give(posted, is_direct=bool(body))
             else:
-                peer.wanted.add(key)
+                peer.wanted[key] = bool(body)
         elif kind == _PARTED and len(body) == _PART.size:
             self._read(key, *_PART.unpack(body))
         elif kind == _TAKEN and len(body) == _ADDRESS.size:
             self._was_taken(position, *_ADDRESS.unpack(body))
+        elif kind == _TAKEN and not body and key in self._offered:
+            self._offered.pop(key).is_done = True
+        elif kind == _DIRECT and len(body) >= _PART.size:
+            self._read_directly(key, body)
         else:
             raise TransportError(f"{label} sends a notification of kind {kind!r} with {len(body)} bytes")
         if len(peer.inline) + len(peer.wanted) > MAX_KEPT:
@@ -285,6 +289,21 @@ class NixlPeers(EpochPeers):
             raise TransportError(
                 f"{self.label(posted.key[0])} sends a message of {nbytes} bytes, expected {len(posted.tensor)}"
             )
+
+    def _give(self, posted: _PostedMessage, *, is_direct: bool) -> None:
+        """Offer a wanted message: where it is, if both ends are registered, else in parts of the slab."""
+        position, tensor = posted.key[0], posted.tensor
+        region = self.regions.at(tensor, to_read=True) if is_direct else None
+        if region is None:
+            self._peers[position].queue.append(posted)
+            self._feed(self._peers[position])
+            return
+        if self._stream is not None:  # a card does not wait for work that the GPU still has to do on this memory
+            with self._stream.work(Deadline.after(_COPY_S), self.label(self.index)):
+                pass
+        self._offered[posted.key] = posted
+        place = _PART.pack(tensor.data_ptr(), len(tensor), region.number, len(tensor))
+        self._say(posted.key, _DIRECT, place + self.regions.tell(region, position))
 
     def _feed(self, peer: _Peer) -> None:
         """Fill a peer's free places with parts of its wanted messages."""
@@ -324,23 +343,46 @@ class NixlPeers(EpochPeers):
             )
         posted.begun += nbytes
         place = peer.room.pop()
+        there, here = (address, nbytes, peer.gpu), (place.data_ptr(), nbytes, self._peers[self.index].gpu)
+        handle = self._begin_read(position, here, there)
+        self._reads.append(_PartRead(posted, place, slice(start, start + nbytes), address, handle))
+
+    def _read_directly(self, key: Key, body: bytes) -> None:
+        """Begin to read a message into its tensor. `body` also describes the sender's arena if it is new here."""
+        address, nbytes, number, of = _PART.unpack_from(body)
+        posted = self._receiving.get(key)
+        region = self.regions.at(posted.tensor) if posted is not None else None
+        if posted is None or region is None or posted.begun:
+            raise TransportError(f"{self.label(key[0])} offers a message that was not wanted directly")
+        self._check_size(posted, of)
+        self._check_size(posted, nbytes)
+        posted.begun = nbytes
+        here = posted.tensor.data_ptr(), nbytes, region.number
+        handle = self._begin_read(key[0], here, (address, nbytes, number), body[_PART.size :])
+        self._reads.append(_PartRead(posted, None, slice(0, nbytes), address, handle))
+
+    def _begin_read(
+        self, position: int, here: tuple[int, int, int], there: tuple[int, int, int], told: bytes = b""
+    ) -> Any:
+        """Begin a read, (address, bytes, number of the device) at both ends; return NIXL's handle."""
         try:
-            gpu = self._peers[self.index].gpu
-            here = self._agent.get_xfer_descs([(place.data_ptr(), nbytes, gpu)], self._segment)
-            there = self._agent.get_xfer_descs([(address, nbytes, peer.gpu)], self._segment)
-            handle = self._agent.initialize_xfer("READ", here, there, peer.name)
+            if told:
+                self._agent.add_remote_agent(told)
+            ends = (self._agent.get_xfer_descs([end], self._segment) for end in (here, there))
+            handle = self._agent.initialize_xfer("READ", *ends, self._peers[position].name)
             state = self._agent.transfer(handle)
         except Exception as exc:
             raise self._lost(position, exc) from exc
         if state == "ERR":
             raise self._lost(position, RuntimeError("the read could not begin"))
-        self._reads.append(_PartRead(posted, place, slice(start, start + nbytes), address, handle))
+        return handle
 
     def _has_read(self, read: _PartRead) -> None:
         posted, nbytes = read.posted, read.part.stop - read.part.start
-        self._copy(posted.tensor[read.part], read.place[:nbytes])
-        self._peers[posted.key[0]].room.append(read.place)
-        self._say(posted.key, _TAKEN, _ADDRESS.pack(read.address))
+        if read.place is not None:
+            self._copy(posted.tensor[read.part], read.place[:nbytes])
+            self._peers[posted.key[0]].room.append(read.place)
+        self._say(posted.key, _TAKEN, b"" if read.place is None else _ADDRESS.pack(read.address))
         posted.left -= nbytes
         if not posted.left:
             self._done(posted)
@@ -386,55 +428,10 @@ class NixlPeers(EpochPeers):
             for position, peer in enumerate(self._peers):
                 if position != self.index:
                     agent.remove_remote_agent(peer.name)
+            self.regions.close()
             if self._region is not None:
                 agent.deregister_memory(self._region)
         self._reads = []
-
-
-def _new_slab(nbytes: int, device: str) -> tuple[torch.Tensor, DeviceStream | None, str, int]:
-    """Return a slab of uint8 on a device, a stream for copies to and from it, its kind for NIXL, and its GPU's number.
-
-    Raises:
-        ArenaError: the GPU has too little memory.
-    """
-    if device == "cpu" or not nbytes:
-        return torch.empty(nbytes, dtype=torch.uint8), None, "DRAM", 0
-    gpu = torch.device(device)
-    with open(cuda.create(nbytes, "slab of NIXL", gpu.index), "rb", buffering=0) as file:
-        slab = cuda.MappedDeviceArena(file.fileno(), nbytes, gpu.index, write=True)
-    return slab.tensor, DeviceStream(gpu), "VRAM", gpu.index
-
-
-def part_bytes(size: int, slab_bytes: int) -> int:
-    """Return the bytes of each place in the slabs of an epoch of `size` workers.
-
-    Raises:
-        ConfigError: there are too many workers for so many bytes.
-    """
-    count = 2 * PARTS * max(1, size - 1)
-    found = min(MOST_PART_BYTES, slab_bytes // count) // LEAST_PART_BYTES * LEAST_PART_BYTES
-    if not found:
-        raise ConfigError(
-            f"NIXL: {size} workers in one lane need {count * LEAST_PART_BYTES} bytes of buffers, half of "
-            f"[transport] staging_bytes, and have {slab_bytes}; set it to at least {2 * count * LEAST_PART_BYTES}, or "
-            'service = "gloo"'
-        )
-    return found
-
-
-def _load() -> Any:
-    """Import NIXL's Python interface.
-
-    Raises:
-        ConfigError: it is not installed, or its libraries cannot be loaded.
-    """
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # else it prints every agent's start
-    # over TCP, by default 8 KiB: much of the time went into cutting reads into so many segments
-    os.environ.setdefault("UCX_TCP_TX_SEG_SIZE", "64k")
-    try:
-        return importlib.import_module("nixl._api")
-    except (ImportError, OSError, RuntimeError) as exc:
-        raise ConfigError(f"NIXL cannot be loaded: {exc}; pip install 'refitd[nixl]'") from exc
 
 
 # progress calls after a run: they send the last notification
@@ -462,6 +459,14 @@ class NixlService(WindowExchange):
 
     def _new_digest(self, about: bytes) -> Digest:
         return super()._new_digest(about) if self._digests is None else self._digests.new(about)
+
+    def use(self, arenas: Mapping[int, MappedArena | MappedDeviceArena]) -> None:
+        """See ExchangeService.use."""
+        self.peers.regions.use(arenas)
+
+    def let_go(self, arena: int) -> None:
+        """See ExchangeService.let_go."""
+        self.peers.regions.drop(arena)
 
     def run(self, *args: Any, **kwargs: Any) -> ExchangeResult:
         """See ExchangeService.run."""

@@ -103,6 +103,12 @@ class Exchanges:
             self._wires.leave(channel)
             raise
 
+    def let_go(self, *arenas: int) -> None:
+        """Have all services forget arenas, before their memory is exchanged or unmapped."""
+        for service, _ in self._joined.values():
+            for arena in arenas:
+                service.let_go(arena)
+
     def leave(self, epoch: str) -> None:
         """Close an epoch's service. The connections to its workers stay, for the next epoch."""
         if (joined := self._joined.pop(epoch, None)) is not None:
@@ -141,7 +147,8 @@ class Exchanges:
             service.hold()  # forget the transfers of a refused job
             raise
         gpus = sorted({arena.device for arena in on_gpus.values()})
-        return ExchangeJob(service, service.hold(), rows, pieces, self._arenas, gpus)
+        used = {arena: arenas[arena] for arena in rows.arenas() if arena in arenas}
+        return ExchangeJob(service, service.hold(), rows, pieces, self._arenas, gpus, used)
 
 
 def _torch_name(gpu: str) -> str:
@@ -164,7 +171,9 @@ class ExchangeJob(PreparedJob):
         pieces: list[Piece],
         arenas: Mapping[int, MappedArena],
         gpus: list[int],
+        used: Mapping[int, MappedArena | MappedDeviceArena],
     ) -> None:
+        self._used = used
         self._service, self._transfers, self._gpus = service, transfers, gpus
         self._rows, self._pieces, self._arenas = rows, pieces, arenas
         self._receives = int((rows.is_send == 0).sum())
@@ -244,6 +253,7 @@ class ExchangeJob(PreparedJob):
                 on_progress(arrived)
 
         timeout = timeout or DEFAULT_S
+        self._service.use(self._used)
         with ExitStack() as streams:
             if self._gpus:
                 from refitd.copy_services.waits import on_streams

@@ -168,12 +168,14 @@ class Worker:
             case sidecar.MapArena(arena, nbytes, write, device):
                 self._devices.map(arena, _only(fds), nbytes, device, write=write)
             case local.FreeArena(arena):
+                self._exchanges.let_go(arena)
                 if (mine := self._arenas.pop(arena, None)) is not None:
                     mine.unpin()
                 self._devices.unmap(arena)
             case sidecar.ExchangeArenas(arena, other):
                 # addresses do not change, so prepared jobs stay valid; after a failure this worker ends, and the next
                 # worker maps the arenas again
+                self._exchanges.let_go(arena, other)
                 if arena in self._arenas:
                     self._arenas[arena].exchange(self._arenas[other])
                 else:

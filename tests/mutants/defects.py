@@ -34,7 +34,7 @@ DEFECTS = [
     ),
     Mutant(
         "3 no GPU memory reaches a card",
-        "copy_services/nixl.py",
+        "copy_services/nixl_memory.py",
         'if device == "cpu" or not nbytes:',
         "if True:",
         (NIXL,),
@@ -70,10 +70,10 @@ DEFECTS = [
         (STREAMS,),
     ),
     Mutant(
-        "7 all copies are on one stream",
+        "7 one window at a time",
         ENGINES,
-        "self.streams[stream]",
-        "self.streams[0]",
+        "        if (stream, slot) not in self._windows:",
+        "        slot = 0\n        if (stream, slot) not in self._windows:",
         (STREAMS,),
     ),
     Mutant(

@@ -114,6 +114,20 @@ MUTANTS = [
     ),
     Mutant("a read of NIXL is done", "copy_services/nixl.py", 'if state == "DONE":', 'if state != "ERR":', (NIXL,)),
     Mutant(
+        "an arena is registered again after a flip",
+        "worker/main.py",
+        "                self._exchanges.let_go(arena, other)\n",
+        "",
+        ("tests/cluster/device_arenas/test_registered.py",),
+    ),
+    Mutant(
+        "a peer is told of main memory once",
+        "copy_services/nixl_memory.py",
+        "            number = self._gpu if self._is_gpu else self._count",
+        "            number = self._gpu",
+        ("tests/cluster/device_arenas/test_registered.py",),
+    ),
+    Mutant(
         "jobs on streams settle before they check",
         "copy_services/cuda.py",
         "            self._stream.settle(deadline, subject)\n            if wrong",

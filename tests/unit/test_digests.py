@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import random
 import struct
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refitd import Repeat, Tile
+from refitd import Repeat, Tile, copy_services
 from refitd.copy_services import digests as device_digest
 from refitd.copy_services.digests import DeviceDigest, make_keys
 from refitd.describe.names import digest_of
@@ -29,6 +31,21 @@ def test_a_digest_is_of_elements_in_order_whatever_the_strides(shape: tuple[int,
         other = value.clone()
         other.view(-1)[-1] = 0 if dtype is torch.bool else 250
         assert torch.equal(other, value) or digest_of(other) != digest_of(value)
+
+
+def test_a_buffer_on_a_gpu_is_digested_by_the_kernel_where_there_is_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    added: list[int] = []
+    kernel = SimpleNamespace(add=lambda buffer, keys, sums, offset: added.append(offset))
+    monkeypatch.setattr(copy_services, "digest_kernel", kernel, raising=False)
+    for has_triton in (False, True):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=has_triton: found or None)
+        digest = DeviceDigest(make_keys(64))
+        for _ in range(2):
+            digest.update(torch.zeros(300, dtype=torch.uint8).as_subclass(OnGpu))
+        assert len(added) == 2 * has_triton
 
 
 def test_a_tile_has_the_digest_of_its_elements_in_canonical_order() -> None:

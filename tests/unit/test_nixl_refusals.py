@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from refitd.copy_services import Epoch, Mailbox, nixl
-from refitd.copy_services.nixl import LEAST_PART_BYTES, PARTS, part_bytes
+from refitd.copy_services.nixl_memory import LEAST_PART_BYTES, PARTS, part_bytes
 from refitd.errors import ConfigError, TransportError
 
 

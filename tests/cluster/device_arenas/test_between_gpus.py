@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -87,9 +88,14 @@ class Fleet:
 
 @pytest.mark.parametrize("service", ["nccl", "nvshmem", "nixl"])
 def test_weights_cross_between_gpus_and_from_main_memory_in_the_lanes(
-    service: str, gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
+    service: str,
+    gpus: fake_cuda.FakeGpus,
+    start_daemon: Callable[..., Daemon],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_LATE", "1")
+    monkeypatch.setenv("FAKE_NIXL_LOG", str(tmp_path / "reads"))
     in_lanes = "nixl" if service == "nixl" else "gloo"
     config = DEADLINES + f'[transport]\nservice = "{service}"\n'
     n0 = start_daemon(config)
@@ -108,6 +114,9 @@ def test_weights_cross_between_gpus_and_from_main_memory_in_the_lanes(
         assert ways["GPU", "GPU of another node"] == service
         assert ways["main memory", "GPU of another node"] == f"{in_lanes} through main memory"
     fleet.swap(2)
+    if service == "nixl":
+        reads = (tmp_path / "reads").read_text().split()
+        assert {"DRAM", "VRAM"} <= {*reads}, "GPU memory reaches the other node's GPU without main memory"
 
     victim = n1.node_of("n1").workers[1]
     fleet.publish(3)

@@ -2,12 +2,16 @@
 
 Memory is registered with its kind (DRAM or VRAM) and its GPU's number, and both must be true. A read needs registered
 memory at both ends, equal sizes, and the other agent's metadata. It takes its bytes as late as it can: until then its
-destination has rubbish. A dead agent is an error of the read, or of the notification.
+destination has rubbish. A dead agent is an error of the read, or of the notification. A registration is of the memory
+that was mapped then: a read fails if other memory is there now. An agent's second description of a place with another
+key is refused. $FAKE_NIXL_LOG gets a line for each read: its kind, its bytes, and those of
+the registered memory at both ends.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import queue
@@ -15,7 +19,7 @@ import socket
 import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _LATE = 3  # looks at a read before it is done
@@ -40,9 +44,18 @@ class _Read:
     looks: int = field(default=-1)
 
 
+class _Region(NamedTuple):
+    kind: str
+    key: int
+    file: str
+
+
+_keys = itertools.count()
+
+
 class nixl_agent:
     def __init__(self, name: str, config: nixl_agent_config) -> None:
-        self._name, self._regions = name, dict[Desc, str]()
+        self._name, self._regions = name, dict[Desc, _Region]()
         self._known: dict[str, dict[str, Any]] = {}
         self._heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -55,7 +68,7 @@ class nixl_agent:
             wanted = int(os.environ["FAKE_CUDA_VISIBLE"].split(",")[gpu]) if kind == "VRAM" else -1
             if found != wanted:
                 raise RuntimeError(f"NIXL_ERR_INVALID_PARAM: {kind} {gpu} registered, the memory is of GPU {found}")
-            self._regions[address, nbytes, gpu] = kind
+            self._regions[address, nbytes, gpu] = _Region(kind, next(_keys), _file_at(os.getpid(), address))
         return _Descs(kind, [item[:3] for item in items])
 
     def deregister_memory(self, descs: _Descs) -> None:
@@ -63,12 +76,21 @@ class nixl_agent:
             del self._regions[item]
 
     def get_agent_metadata(self) -> bytes:
-        regions = [[*region, kind] for region, kind in self._regions.items()]
-        return json.dumps({"name": self._name, "pid": os.getpid(), "regions": regions}).encode()
+        return self._told(self._regions)
+
+    def get_partial_agent_metadata(self, descs: _Descs, with_address: bool, backends: list[str]) -> bytes:
+        return self._told({item: self._regions[item] for item in descs.items})
+
+    def _told(self, regions: dict[Desc, _Region]) -> bytes:
+        told = [[*place, *region] for place, region in regions.items()]
+        return json.dumps({"name": self._name, "pid": os.getpid(), "regions": told}).encode()
 
     def add_remote_agent(self, metadata: bytes) -> str:
         found = json.loads(metadata)
-        self._known[found["name"]] = found
+        known = self._known.setdefault(found["name"], {"pid": found["pid"], "regions": {}})["regions"]
+        for address, nbytes, gpu, *region in found["regions"]:
+            if known.setdefault((address, nbytes, gpu), _Region(*region)).key != region[1]:
+                raise RuntimeError("NIXL_ERR_NOT_ALLOWED: another description of the same memory")
         return str(found["name"])
 
     def remove_remote_agent(self, name: str) -> None:
@@ -98,13 +120,24 @@ class nixl_agent:
         if name not in self._known:
             raise RuntimeError("NIXL_ERR_NOT_FOUND")
         (mine,), (other,) = here.items, there.items
-        theirs = {tuple(region[:3]): region[3] for region in self._known[name]["regions"]}
+        theirs, pid = self._known[name]["regions"], self._known[name]["pid"]
+        sizes: list[int] = []
         if what != "READ" or mine[1] != other[1]:
             raise RuntimeError(f"NIXL_ERR_INVALID_PARAM: {what} of {mine[1]} and {other[1]} bytes")
-        for item, kind, regions in ((mine, here.kind, self._regions), (other, there.kind, theirs)):
-            if not any(_has(region, item) and known == kind for region, known in regions.items()):
+        for item, kind, regions, at in (
+            (mine, here.kind, self._regions, os.getpid()),
+            (other, there.kind, theirs, pid),
+        ):
+            held = {region: known for region, known in regions.items() if _has(region, item) and known.kind == kind}
+            if not held:
                 raise RuntimeError(f"NIXL_ERR_NOT_FOUND: {kind} {item} is not registered")
-        return _Read(mine, other, self._known[name]["pid"])
+            if _file_at(at, item[0]) not in [known.file for known in held.values()]:
+                raise RuntimeError(f"NIXL_ERR_BACKEND: other memory than was registered is at {item}")
+            sizes.append(max(nbytes for _, nbytes, _ in held))
+        if log := os.environ.get("FAKE_NIXL_LOG"):
+            with open(log, "a") as file:
+                file.write(" ".join(map(str, (here.kind, mine[1], *sizes))) + "\n")
+        return _Read(mine, other, pid)
 
     def transfer(self, read: _Read) -> str:
         ctypes.memset(read.here[0], 0xEE, read.here[1])
@@ -144,6 +177,17 @@ def _read(pid: int, address: int, to: int, nbytes: int) -> bool:
     """Copy from another process's memory; return whether all of it could be read."""
     here, there = _Vector(to, nbytes), _Vector(address, nbytes)
     return bool(_libc.process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) == nbytes)
+
+
+def _file_at(pid: int, address: int) -> str:
+    """Return the device and inode of the memory that a process has mapped at an address; "" if there is none."""
+    with open(f"/proc/{pid}/maps") as file:
+        for line in file:
+            bounds, _, _, device, inode, *_ = line.split(maxsplit=5)
+            first, end = (int(bound, 16) for bound in bounds.split("-"))
+            if first <= address < end:
+                return f"{device} {inode}"
+    return ""
 
 
 def _gpu_at(address: int) -> int:
