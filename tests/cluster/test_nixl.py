@@ -30,13 +30,28 @@ def test_bytes_cross_over_nixl_and_again_after_a_worker_died(nodes: Callable[...
             for version in (1, 2, 3):
                 for name, tensor in shards.whole(version).items():
                     full[name].copy_(tensor)
-                go_live(c0, source, version)
+                go_live(c0, source, version, model="policy")
                 assert shards.equal(mine, full)
                 if version == 2:
                     os.kill(victim := n1.workers()[0], signal.SIGKILL)
                     eventually(lambda: victim not in n1.workers() and len(n1.workers()) == 2, "another worker is there")
         assert {link.service for link in c0.status().links} == {"nixl"}
         assert c0.verify("policy").outcome == "proven"
+
+
+def test_whole_tensors_go_from_arena_to_arena_that_flip(nodes: Callable[..., Nodes]) -> None:
+    n0, n1 = nodes(2, config=CONFIG)
+    with n0.connect() as c0, n1.connect() as c1:
+        given, live = (client.allocate({"w": ((24 << 20,), torch.uint8)}) for client in (c0, c1))
+        source = c0.register_source("policy", given)
+        with Engine(c1.register_target("policy", live, replica="far", mode="flip")):
+            for version in (1, 2, 3):
+                given["w"].fill_(version)
+                with source.lend(version):
+                    c0.swap("policy", version, timeout=60)
+                assert int(live["w"].min()) == int(live["w"].max()) == version
+        assert c0.verify("policy").outcome == "proven"
+        del given, live
 
 
 class Fleet:
