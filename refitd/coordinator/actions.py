@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from msgspec import Struct
 
@@ -134,22 +133,3 @@ class ReadFiles(Struct, frozen=True):
 
 
 Instruction = ReadFiles | WriteDrain | Send | Answer | MakePlan | Decide | Remember | Log
-
-
-@dataclass(slots=True)
-class Effects:
-    """The time of an event, and the effects of handling it.
-
-    Attributes:
-        now: the time, in seconds of a monotonic clock.
-        wall: the time, in seconds since the epoch.
-        effects: for the caller to perform, in this order.
-    """
-
-    now: float
-    wall: float
-    effects: list[Instruction] = field(default_factory=list, kw_only=True)
-
-    def log(self, event: str, **fields: object) -> None:
-        """Write a log line."""
-        self.effects.append(Log(event, fields))

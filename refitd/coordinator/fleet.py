@@ -20,7 +20,7 @@ from refitd.commit import swap_events
 from refitd.commit.decision import Phase, Swap, fence_reason
 from refitd.commit.lockstep import FlipSteps
 from refitd.config import Config, ModelConfig
-from refitd.coordinator.actions import Answer, Effects, Remember, Send, Waiter
+from refitd.coordinator.actions import Answer, Instruction, Remember, Send, Waiter
 from refitd.coordinator.descriptions import Descriptions
 from refitd.coordinator.inquiries import Checks, Traces
 from refitd.coordinator.journals import Drained, Journal, LiveVersion, SwapRecord
@@ -32,6 +32,7 @@ from refitd.plan.shared import Regions, differences
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message
 from refitd.protocol.reports import Crossing, SourceReport, SwapReport, TraceReport, VerifyReport
+from refitd.states import Log
 
 # Limit on journal entries in one answer.
 MAX_HISTORY = 1000
@@ -332,18 +333,28 @@ class Fleet:
 
 
 @dataclass(slots=True)
-class Turn(Effects):
+class Turn:
     """The handling of one event.
 
     Attributes:
+        now: the time of the event, in seconds of a monotonic clock.
+        wall: the time, in seconds since the epoch.
         fleet: the state that it reads and changes.
+        effects: for the caller to perform, in this order.
         events: events of running swaps that have yet to be handled, in this order: (swap, event).
         due: models to look at before the turn ends: the next swap may begin, or no member is left.
     """
 
+    now: float
+    wall: float
     fleet: Fleet
+    effects: list[Instruction] = field(default_factory=list)
     events: deque[tuple[str, swap_events.Event]] = field(default_factory=deque)
     due: dict[str, None] = field(default_factory=dict)
+
+    def log(self, event: str, **fields: object) -> None:
+        """Write a log line."""
+        self.effects.append(Log(event, fields))
 
     def send(self, waiter: Waiter, message: Message) -> None:
         """Send an answer, or with number 0 a message, over a daemon's connection."""

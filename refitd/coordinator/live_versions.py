@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from refitd.coordinator.actions import Effects, Remember
+from refitd.coordinator.actions import Remember
 from refitd.coordinator.journals import MAX_SEQUENCE, Journal, LiveVersion, Recovered, SwapRecord
 from refitd.coordinator.members import Member
 from refitd.protocol.base import clipped
@@ -19,6 +20,9 @@ from refitd.protocol.cluster import LiveClaim
 from refitd.protocol.reports import MemberReport, SwapReport
 from refitd.states import MemberState, SwapCause, SwapOutcome
 from refitd.text import target_rank
+
+if TYPE_CHECKING:
+    from refitd.coordinator.fleet import Turn
 
 # Daemons register within about a second of each other. A daemon that missed its coordinator's goodbye is 5 s late. A
 # coordinator waits this long after the first daemon before it begins a swap, if its journal is new, if daemons know
@@ -93,17 +97,17 @@ class LiveVersions:
         if len(self._decided) > KEPT_DECISIONS:
             del self._decided[next(iter(self._decided))]
 
-    def said(self, effects: Effects, node: str, claims: Iterable[LiveClaim]) -> list[str]:
+    def said(self, turn: Turn, node: str, claims: Iterable[LiveClaim]) -> list[str]:
         """Handle a daemon's claims of live versions; return the models whose live version changed."""
         changed = []
         for claim in claims:
             if claim.sequence <= MAX_SEQUENCE:
                 self.told(claim.swap, claim.version, claim.run)
-                if self._said(effects, node, claim):
+                if self._said(turn, node, claim):
                     changed.append(claim.model)
         return changed
 
-    def _said(self, effects: Effects, node: str, claim: LiveClaim) -> bool:
+    def _said(self, turn: Turn, node: str, claim: LiveClaim) -> bool:
         known = self._of(claim.model)
         ours, theirs = known.live, LiveVersion(claim.version, claim.run, claim.sequence, claim.swap)
         is_mine = claim.journal in self._continued or self.past.continues(claim.journal)
@@ -121,20 +125,20 @@ class LiveVersions:
             assert ours is not None
             if is_mine or ours.sequence <= theirs.sequence:
                 known.live = replace(ours, sequence=theirs.sequence + 1)
-                self._keep(effects, claim.model, known.live, claim.journal)
-            effects.log("live-outranked", model=claim.model, node=node, said=str(theirs), live=str(ours), reason=reason)
+                self._keep(turn, claim.model, known.live, claim.journal)
+            turn.log("live-outranked", model=claim.model, node=node, said=str(theirs), live=str(ours), reason=reason)
             return known.live is not ours
         self.is_in_doubt = True
         known.highest = max(known.highest, claim.highest, claim.version)
         if ours is not None and not is_mine:
             theirs = replace(theirs, sequence=max(ours.sequence, theirs.sequence) + 1)
         known.live = theirs
-        self._keep(effects, claim.model, theirs, claim.journal)
+        self._keep(turn, claim.model, theirs, claim.journal)
         was = "nothing" if ours is None else str(ours)
-        effects.log("live-recovered", model=claim.model, node=node, live=str(theirs), was=was, reason=reason)
+        turn.log("live-recovered", model=claim.model, node=node, live=str(theirs), was=was, reason=reason)
         return True
 
-    def serves(self, effects: Effects, model: str, who: str, version: int, run: str) -> bool:
+    def serves(self, turn: Turn, model: str, who: str, version: int, run: str) -> bool:
         """Use a rank's version as the live one if no journal or daemon knows another; return whether it was used."""
         known = self._of(model)
         ours = known.live
@@ -143,15 +147,15 @@ class LiveVersions:
             return False
         known.live = LiveVersion(version, run)
         self.is_in_doubt = True
-        self._keep(effects, model, known.live, "")
-        effects.log(
+        self._keep(turn, model, known.live, "")
+        turn.log(
             "live-recovered", model=model, member=who, live=str(known.live), reason="no journal and no daemon knows"
         )
         return True
 
-    def _keep(self, effects: Effects, model: str, live: LiveVersion, journal: str) -> None:
+    def _keep(self, turn: Turn, model: str, live: LiveVersion, journal: str) -> None:
         self._continued.add(journal)
-        effects.effects.append(Remember(Recovered(model, live, journal, effects.wall, self.highest(model))))
+        turn.effects.append(Remember(Recovered(model, live, journal, turn.wall, self.highest(model))))
 
     # --- when swaps may begin -----------------------------------------------------------------------------
 

@@ -150,17 +150,13 @@ class Run:
 
 
 class JobTable:
-    """Tracks which jobs are loaded where; `runs` are the active runs by number, which only this class changes."""
+    """Tracks which jobs are loaded where. Only this class changes `known`, the jobs, and `runs`, by number."""
 
     def __init__(self, maps: WorkerArenas) -> None:
         self._maps = maps
-        self._jobs: dict[Hashable, Job] = {}  # in order of last use
+        self.known: dict[Hashable, Job] = {}  # in order of last use
         self.runs: dict[int, Run] = {}
         self._numbers = 0
-
-    def has(self, key: Hashable) -> bool:
-        """Whether the job `key` is cached."""
-        return key in self._jobs
 
     def start(
         self,
@@ -176,15 +172,15 @@ class JobTable:
     ) -> list[Run]:
         """Run the job `key`, loading it first if needed; return its runs.
 
-        `shares` are unused if the job is cached (see `has`). `timeout_s` limits exchanges with workers of other nodes,
+        `shares` are unused if the job is `known`. `timeout_s` limits exchanges with workers of other nodes,
         and waits for `unwritten` arenas. These exchanges may use `bases`.
         """
-        job = self._jobs.pop(key, None)
+        job = self.known.pop(key, None)
         if job is None:
             self._numbers += 1
             job = Job(self._numbers, {share.worker: share for share in shares})
-        self._jobs[key] = job
-        if len(self._jobs) > MAX_JOBS:
+        self.known[key] = job
+        if len(self.known) > MAX_JOBS:
             self._evict(effects)
         return [
             self._begin(effects, job, worker, purpose, verify, timeout_s, bases, unwritten) for worker in job.shares
@@ -247,7 +243,7 @@ class JobTable:
 
     def ended_by(self, worker: int) -> list[Run]:
         """Remove and return all runs of a lost worker; its successor must load the jobs again."""
-        for job in self._jobs.values():
+        for job in self.known.values():
             job.loaded.discard(worker)
         return [run for number, run in list(self.runs.items()) if run.worker == worker and self.end(number)]
 
@@ -261,13 +257,13 @@ class JobTable:
 
     def drop_arenas(self, effects: Effects, arenas: set[int]) -> None:
         """Drop every job that uses one of these arenas."""
-        for key, job in list(self._jobs.items()):
+        for key, job in list(self.known.items()):
             if any(share.rows.arenas() & arenas for share in job.shares.values()):
                 self._drop(effects, key)
 
     def drop_keys(self, effects: Effects, *start: Hashable) -> None:
         """Drop the jobs whose keys start with these items."""
-        for key in [k for k in self._jobs if isinstance(k, tuple) and k[: len(start)] == start]:
+        for key in [k for k in self.known if isinstance(k, tuple) and k[: len(start)] == start]:
             self._drop(effects, key)
 
     def copy_origin(self, run: Run, copy: int | None) -> int | None:
@@ -278,14 +274,14 @@ class JobTable:
         return int(rows.origin[copy])
 
     def _evict(self, effects: Effects) -> None:
-        for key in list(self._jobs)[:-1]:
-            if len(self._jobs) <= MAX_JOBS:
+        for key in list(self.known)[:-1]:
+            if len(self.known) <= MAX_JOBS:
                 return
-            if not self._jobs[key].running:
+            if not self.known[key].running:
                 self._drop(effects, key)
 
     def _drop(self, effects: Effects, key: Hashable) -> None:
-        job = self._jobs.pop(key)
+        job = self.known.pop(key)
         for worker in sorted(job.loaded):
             effects.order(worker, sidecar.DropJob(job=job.number))
 

@@ -26,7 +26,7 @@ from refitd.copy_services.wires import listen_at
 from refitd.daemon import actions as act
 from refitd.daemon.arena_files import ArenaFiles
 from refitd.daemon.clients import ClientInbox
-from refitd.daemon.coordinator import CoordinatorProcess, CoordinatorSockets, StartFailed, reachable_address
+from refitd.daemon.coordinator import CoordinatorProcess, StartFailed, reachable_address
 from refitd.daemon.router import handle
 from refitd.daemon.state import DaemonState
 from refitd.daemon.workers import SYSFS, Kit, Workers, cpus_of, lanes_of, variables, visible_gpus
@@ -35,7 +35,7 @@ from refitd.logs import EventLog, Throttle, setup
 from refitd.metrics import opened
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import LARGE_FRAME, BadMessage, Decoder, OrderedDecoder
-from refitd.protocol.channel import hear_out, local_peer
+from refitd.protocol.channel import CoordinatorSockets, hear_out, local_peer
 from refitd.protocol.keys import ClientKeys
 from refitd.security import daemon_keys, node_users
 from refitd.states import Busy, Log, Tick

@@ -159,15 +159,15 @@ class LocalSwaps:
         try:
             # start copies within the node first: they are fast, and no other node waits for them
             key: tuple[Hashable, ...] = ("stage", plan_id, *places_key)
-            runs = start(key, () if self._jobs.has(key) else inner())
+            runs = start(key, () if key in self._jobs.known else inner())
             if outer is not None:
                 key = ("stage", plan_id, outer.epoch.id, *places_key)
                 sent = (member.source_base(message) for member, _ in read.values())
                 bases = [*(base for base in sent if base is not None), *(base for _, base in based)]
-                runs += start(key, () if self._jobs.has(key) else crossing_shares(on_gpus=False), bases=bases)
+                runs += start(key, () if key in self._jobs.known else crossing_shares(on_gpus=False), bases=bases)
                 if outer.gpus:  # after the lanes on every node: a worker of both must not wait for itself
                     key = ("stage", plan_id, outer.epoch.gpu_group, *places_key)
-                    runs += start(key, () if self._jobs.has(key) else crossing_shares(on_gpus=True))
+                    runs += start(key, () if key in self._jobs.known else crossing_shares(on_gpus=True))
         except (KeyError, ValueError) as exc:
             reason = f"the plan does not fit the tensors registered here: {exc}"
             self._stage_failed(effects, swap, f"node {self._node}", reason)
@@ -218,7 +218,7 @@ class LocalSwaps:
     def _copy_onward(self, effects: Effects, local_swap: _LocalSwap, onward: CopyTable) -> list[Run]:
         """Start the copies between targets of this node."""
         key, shares = ("stage", local_swap.plan.id, "onward"), list[WorkerShare]()
-        if not self._jobs.has(key):
+        if key not in self._jobs.known:
             places = {rank: member.destinations() for rank, member in self._targets(local_swap.plan)}
             shares = self._shares_of(address(onward, places, places))
         return self._jobs.start(effects, key, shares, _Staging(local_swap.swap), verify=local_swap.verify)
@@ -227,7 +227,7 @@ class LocalSwaps:
         """Start the conversions. Their job is dropped with the plan and with its members' arenas."""
         targets = [member for _, member in self._targets(local_swap.plan)]
         key, shares = ("stage", local_swap.plan.id, "convert", *(member.id for member in targets)), list[WorkerShare]()
-        if not self._jobs.has(key):
+        if key not in self._jobs.known:
             made = [
                 one
                 for member in targets

@@ -7,7 +7,7 @@ import enum
 import os
 import struct
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -338,6 +338,90 @@ class Dealer:
         if not self.socket.closed:
             self.socket.setsockopt(zmq.LINGER, int(1000 * sending_s))
         self.socket.close()
+
+
+class CoordinatorSockets:
+    """Sends to the leading coordinator and ignores the others; while the leader is unknown, sends to all.
+
+    With one endpoint, that coordinator is always the leader; `follow` is only for several.
+
+    Attributes:
+        peer: address of the last message's sender, as in Received.address.
+        queues: whether messages wait for a connection; if not, `send` fails without a connection.
+        sockets: the sockets that `receive` reads.
+        control_sockets: the sockets to poll besides `sockets`; when one is ready, call `failure`.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoints: Sequence[str], keys: ClientKeys | None
+    ) -> None:
+        """Start to connect in the background.
+
+        Raises:
+            ConfigError: an endpoint cannot be connected to.
+        """
+        several = len(endpoints) > 1
+        self.queues = not several
+        self._dealers: list[Dealer] = []
+        try:
+            for endpoint in endpoints:
+                self._dealers.append(Dealer(context, endpoint, keys, queues=not several))
+        except BaseException:
+            self.close()
+            raise
+        self.sockets = [dealer.socket for dealer in self._dealers]
+        self.control_sockets = [sock for dealer in self._dealers for sock in dealer.control_sockets]
+        self._leader = None if several else self._dealers[0]
+        self._last = self._dealers[0]
+        self.peer = ""
+
+    @property
+    def is_seeking(self) -> bool:
+        """Whether this node has several coordinators and follows none of them."""
+        return self._leader is None
+
+    def follow(self, is_up: bool) -> str:
+        """If a coordinator is up, keep following it, or follow the last sender; if none is up, follow none.
+
+        Returns:
+            The endpoint of a newly followed coordinator out of several, else "".
+        """
+        if len(self._dealers) == 1:
+            return ""
+        found = (self._leader or self._last) if is_up else None
+        is_new, self._leader = found not in (None, self._leader), found
+        return self._last.endpoint if is_new else ""
+
+    def receive(self) -> bytes | None:
+        """Return the next frame, None if none waits; drop frames of coordinators other than the followed one."""
+        for dealer in self._dealers:
+            while (frame := dealer.receive()) is not None:
+                if self._leader in (None, dealer):
+                    self._last, self.peer = dealer, dealer.peer
+                    return frame
+        return None
+
+    def send(self, request: int, message: Message) -> bool:
+        """Queue a message; return False if the queue is full, or if none of several coordinators is connected."""
+        frame = encode(request, message)
+        if self._leader is not None:
+            return self._leader.send_frame(frame)
+        return any([dealer.send_frame(frame) for dealer in self._dealers])
+
+    def failure(self) -> str | None:
+        """Return why a handshake failed since the last call, with advice; None if none failed."""
+        said = [text for dealer in self._dealers if (text := dealer.failure()) is not None]
+        return said[0] if said else None
+
+    def retry(self) -> None:
+        """Reconnect to the coordinators that refused the last handshake, because the cause may have been fixed."""
+        for dealer in self._dealers:
+            dealer.retry()
+
+    def close(self, *, sending_s: float = 0.0) -> None:
+        """Close the sockets; continue to send queued messages for up to `sending_s`."""
+        for dealer in self._dealers:
+            dealer.close(sending_s=sending_s)
 
 
 _EVENT = struct.Struct("=Hi")  # (event, value); pyzmq's own parser would load asyncio

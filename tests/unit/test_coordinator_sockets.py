@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from refitd.daemon.coordinator import CoordinatorSockets
 from refitd.protocol.base import request_of
-from refitd.protocol.channel import Received, Router
+from refitd.protocol.channel import CoordinatorSockets, Received, Router
 from refitd.protocol.local import Done
 from refitd.testing import eventually
 
