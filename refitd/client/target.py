@@ -175,7 +175,8 @@ class Target:
         if prepare is None:
             state.check_open()
             return None
-        if self._take_over.ends_elsewhere(prepare):
+        is_elsewhere = state.taker or state.rank.pending is not prepare  # another thread commits it, or has
+        if is_elsewhere and self._take_over.ends_elsewhere(prepare):
             return prepare.version
         return self._take_over.apply(prepare)
 
