@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from refitd import ParameterMetadata, PlanError, Roster, Tile
+from refitd import ParameterMetadata, Roster, Tile
 from refitd.describe.layout import without_ranks
-from refitd.plan.build import plan_copies, plan_reshard
+from refitd.plan.build import plan_copies
 from refitd.protocol.shards import metadata_of, shard_of
-from tests.support.fused import without_padding
 from tests.support.layouts import meta, refusals, replicated, rosters, tp
 from tests.support.plans import violations
 
@@ -136,46 +135,6 @@ def test_a_tie_that_cannot_be_is_refused_by_name(why: str) -> None:
     found, start, words = REFUSED[why]
     (said,) = refusals(found)
     assert said.startswith(start) and words in said
-
-
-def test_ties_hold_for_every_layout() -> None:
-    # rows 0:4 4:8 at the source; each of 4 ranks wants two rows of both, in tensors of different shapes
-    source = tp(EMBEDDING, (4, 2), [0, 1], aliases=(OUTPUT,))
-    output = {r: replace(m, tiles=None) for r, m in tp(OUTPUT, (2, 2), [2, 3, 4, 5]).items()}
-    found = rosters([source], [tp(EMBEDDING, (2, 2), [2, 3, 4, 5]), output])
-    assert len(copies(found)) == 8
-    ops = plan_reshard(found)[3].recv_ops
-    assert [(op.param_name, op.peer_rank, op.peer_slice[0]) for op in ops] == [
-        (EMBEDDING, 0, slice(2, 4)),
-        (OUTPUT, 0, slice(2, 4)),
-    ]
-    assert len({op.task_id for op in ops}) == 2
-
-
-def test_padding_of_an_alias_is_filled() -> None:
-    padded = without_padding(meta(OUTPUT, (6, 2), 1), (4, 2), 0.0)
-    found = [Roster(0, [tied(0)]), Roster(1, (), [padded])]
-    assert copies(found) == [(EMBEDDING, EMBEDDING, OUTPUT, 0)]
-    assert plan_copies(found).fills.offset.tolist() == [8]
-
-
-def test_an_alias_inside_a_fused_tensor_is_fed() -> None:
-    tiles = (Tile(EMBEDDING, (0,), (3,), 0, (1,)), Tile(OUTPUT, (0,), (3,), 3, (1,)))
-    found = [Roster(0, [meta(EMBEDDING, (3,), 0, aliases=(OUTPUT,))]), Roster(1, (), [meta("both", (6,), tiles=tiles)])]
-    assert copies(found) == [(EMBEDDING, EMBEDDING, "both", 0), (EMBEDDING, EMBEDDING, "both", 3)]
-    ops = plan_reshard(found)[1].recv_ops
-    assert [(op.my_slice, op.peer_slice) for op in ops] == [
-        ((slice(0, 3),), (slice(0, 3),)),
-        ((slice(3, 6),), (slice(0, 3),)),
-    ]
-
-
-def test_the_order_of_rosters_and_who_says_it_change_nothing() -> None:
-    found = [Roster(0, [tied(0)]), Roster(1, (), both(1)), Roster(2, (), both(2))]
-    assert plan_copies(found).table.to_wire() == plan_copies(found[::-1]).table.to_wire()
-    silent = [Roster(0, [meta(EMBEDDING, (4, 2), 0)]), *found[1:]]
-    with pytest.raises(PlanError):
-        plan_copies(silent)
 
 
 def test_declarations_survive_the_wire_and_compaction() -> None:

@@ -14,9 +14,7 @@ from refitd.dtypes import CASTS, ELEMENT_SIZES, Offered, cast_number, unrounded
 from refitd.plan.build import plan_copies
 from refitd.plan.table import CopyTable
 from refitd.protocol.shards import metadata_of, shard_of
-from refitd.testing import oracle
-from tests.support.fused import without_padding
-from tests.support.layouts import meta, refusal, rosters, tp
+from tests.support.layouts import meta, refusal
 from tests.support.plans import violations
 
 
@@ -24,43 +22,10 @@ def of(dtype: str, rank: int, **fields: Any) -> ParameterMetadata:
     return meta("w", (4, 2), rank, dtype=dtype, element_size=ELEMENT_SIZES[dtype], **fields)
 
 
-def test_a_declared_cast_carries_both_element_sizes() -> None:
-    # float32 rows 0:2 and 2:4 over TP2 become columns of bfloat16
-    source = tp("w", (2, 2), [0, 1], dtype="float32", element_size=4)
-    found = rosters([source], [tp("w", (4, 1), [2, 3], dim=1, cast_from="float32")])
-    plan = plan_copies(found)
-    table = plan.table
-    assert table.cast.tolist() == [1, 1, 1, 1]
-    assert table.element_size.tolist() == [2, 2, 2, 2] and table.src_element_size.tolist() == [4, 4, 4, 4]
-    assert table.row_bytes.tolist() == [4, 4, 4, 4]
-    assert table.src_offset.tolist() == [0, 0, 1, 1]  # in elements of either size
-    oracle.check(table, found, {"w": (4, 2)})
-    assert violations(plan, found) == []
-
-
 @pytest.mark.parametrize(("held", "wanted"), CASTS.values())
 def test_every_cast_that_there_is_can_be_planned(held: str, wanted: str) -> None:
     table = plan_copies([Roster(0, [of(held, 0)]), Roster(1, (), [of(wanted, 1, cast_from=held)])]).table
     assert table.cast.tolist() == [cast_number(held, wanted)]
-
-
-def test_destinations_may_convert_differently() -> None:
-    wanted = [
-        of("bfloat16", 1, cast_from="float32"),
-        of("float16", 2, cast_from="float32"),
-        of("float32", 3),
-        of("float32", 4, cast_from="float32"),
-    ]
-    found = [Roster(0, [of("float32", 0)]), *(Roster(i + 1, (), [m]) for i, m in enumerate(wanted))]
-    table = plan_copies(found).table
-    assert dict(zip(table.dst_rank.tolist(), table.cast.tolist(), strict=True)) == {1: 1, 2: 3, 3: 0, 4: 0}
-
-
-def test_torch_dtypes_declare_casts_as_well() -> None:
-    torch = pytest.importorskip("torch")
-    held = ParameterMetadata("w", (4,), torch.float32, 4)
-    wanted = ParameterMetadata("w", (4,), torch.bfloat16, 2, cast_from="torch.float32")
-    assert plan_copies([Roster(0, [held]), Roster(1, (), [wanted])]).table.cast.tolist() == [1]
 
 
 def test_a_cast_that_is_not_declared_is_refused() -> None:
@@ -105,21 +70,6 @@ def test_a_cast_that_there_is_not_is_refused_with_those_that_there_are(dtype: st
 @pytest.mark.parametrize("cast", [1, "", "float99"])
 def test_a_cast_from_nothing_is_refused(cast: Any) -> None:
     assert "cast_from is" in refusal([Roster(1, (), [of("bfloat16", 1, cast_from=cast)])])
-
-
-def test_fills_are_of_the_destinations_dtype() -> None:
-    wanted = without_padding(of("bfloat16", 1, cast_from="float32"), (3, 2), 1.0)
-    held = meta("w", (3, 2), 0, dtype="float32", element_size=4)
-    fills = plan_copies([Roster(0, [held]), Roster(1, (), [wanted])]).fills
-    assert (fills.pattern.tolist(), fills.element_size.tolist()) == ([0x3F80], [2])
-
-
-def test_casts_and_aliases_and_tiles_go_together() -> None:
-    tiles = (Tile("a", (0,), (3,), 0, (1,)), Tile("b", (0,), (3,), 3, (1,)))
-    held = meta("a", (3,), 0, dtype="float32", element_size=4, aliases=("b",))
-    found = [Roster(0, [held]), Roster(1, (), [meta("ab", (6,), 1, tiles=tiles, cast_from="float32")])]
-    plan = plan_copies(found)
-    assert plan.table.cast.tolist() == [1, 1] and violations(plan, found) == []
 
 
 def test_casts_survive_the_wire_and_compaction() -> None:

@@ -210,7 +210,7 @@ def test_cuts_that_differ_and_can_both_be_true_are_planned(one: Side, other: Sid
 @pytest.mark.parametrize("side", ["source", "destination"])
 def test_ranks_of_one_group_that_are_cut_otherwise_are_refused_by_name(wrong: dict[str, object], side: str) -> None:
     good, other = tp("w", (8, 2), [0, 1]), tp("w", (8, 2), [4, 5])
-    group, more = {0: good[0], 1: replace(good[1], **wrong)}, tp("w", (8, 2), [2, 3])  # type: ignore[arg-type]
+    group, more = {0: good[0], 1: replace(good[1], **wrong)}, tp("w", (8, 2), [2, 3])
     if "partition_sizes" in wrong:
         group[0] = replace(group[0], partition_sizes=[5, 3])
     # other ranks of that side have the whole tensor, so no element is missing

@@ -40,7 +40,7 @@ def swapped(h: Harness, version: int) -> cluster.LoadPlan:
     """Swap a version; return the plan message, if one was sent."""
     (load,) = loads(h.say("n0", local.StartSwap("m"), request=2))
     h.say("n0", cluster.PlanLoaded(plan=load.plan))
-    swap = h.state.models["m"].running.swap.swap  # type: ignore[union-attr]
+    swap = h.state.models["m"].running.swap.swap
     h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
     for replica in sorted(replica for replica, _ in h.state.models["m"].membership.targets):
         h.say("n0", local.CommitDone(swap=swap, member=replica, paused_s=0.0))

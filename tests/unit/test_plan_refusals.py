@@ -52,7 +52,7 @@ REFUSED: dict[str, tuple[list[Roster], str, list[str]]] = {  # the start of the 
     "a rank twice": ([Roster(3, [W], label="x"), Roster(3, (), [W], label="y")], "", ["y", "x", "rank 3"]),
     "a negative rank": ([Roster(-1)], "", ["expected 0 to"]),
     "an absurd rank": ([Roster(2**20)], "", ["expected 0 to"]),
-    "half a rank": ([Roster(1.5)], "", ["expected 0 to"]),  # type: ignore[arg-type]
+    "half a rank": ([Roster(1.5)], "", ["expected 0 to"]),
     "a rank outside its group": (
         rosters([{0: meta("w", (4,), 0, is_tp=True, tensor_parallel_group_ranks=[1, 2])}], []),
         "",
@@ -139,7 +139,7 @@ def test_absurd_shapes_are_refused_before_anything_is_allocated(shape: tuple[int
     ],
 )
 def test_contradictions_in_a_shard_are_refused(fields: dict[str, object], why: str) -> None:
-    shard = replace(tp("w", (4, 2), [0, 1])[0], **fields)  # type: ignore[arg-type]
+    shard = replace(tp("w", (4, 2), [0, 1])[0], **fields)
     assert why in refusal([Roster(0, [shard])])
 
 

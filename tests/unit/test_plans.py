@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from refitd import (
     ParameterMetadata,
     PlanError,
-    Repeat,
     ReshardPlan,
     Roster,
     Tile,
@@ -55,17 +53,6 @@ def test_tp2_to_tp4_halves_each_shard() -> None:
     ]
 
 
-def test_tp_on_the_last_dim_reads_columns() -> None:
-    # [2, 8]: rank 0 holds columns 0:4; ranks 2..5 want two columns each
-    found = rosters([tp("w", (2, 4), [0, 1], dim=1)], [tp("w", (2, 2), [2, 3, 4, 5], dim=1)])
-    assert copies(found) == [
-        (0, 2, [2, 2], 0, [4, 1], 0, [2, 1]),
-        (0, 3, [2, 2], 2, [4, 1], 0, [2, 1]),
-        (1, 4, [2, 2], 0, [4, 1], 0, [2, 1]),
-        (1, 5, [2, 2], 2, [4, 1], 0, [2, 1]),
-    ]
-
-
 def test_gated_tp2_to_plain_tp4_finds_each_quarter_in_one_half() -> None:
     # rank 2 wants 0:4 (rank 0's gate), 3: 4:8 (rank 1's gate), 4: 8:12 (rank 0's up), 5: 12:16 (rank 1's up)
     found = rosters([tp("w", (8,), [0, 1], partition_stride=2)], [tp("w", (4,), [2, 3, 4, 5])])
@@ -74,19 +61,6 @@ def test_gated_tp2_to_plain_tp4_finds_each_quarter_in_one_half() -> None:
         (0, 4, [4], 4, [1], 0, [1]),
         (1, 3, [4], 0, [1], 0, [1]),
         (1, 5, [4], 4, [1], 0, [1]),
-    ]
-
-
-def test_4_to_3_of_12_cuts_where_neither_divides_the_other() -> None:
-    # sources hold 0:3 3:6 6:9 9:12, destinations want 0:4 4:8 8:12
-    found = rosters([tp("w", (3,), [0, 1, 2, 3])], [tp("w", (4,), [4, 5, 6])])
-    assert copies(found) == [
-        (0, 4, [3], 0, [1], 0, [1]),
-        (1, 4, [1], 0, [1], 3, [1]),
-        (1, 5, [2], 1, [1], 0, [1]),
-        (2, 5, [2], 0, [1], 2, [1]),
-        (2, 6, [1], 2, [1], 0, [1]),
-        (3, 6, [3], 0, [1], 1, [1]),
     ]
 
 
@@ -102,54 +76,6 @@ def test_0d_tensors_and_empty_shards_are_planned() -> None:
     assert copies(rosters([step[0], empty[0]], [step[1], empty[1]])) == [(0, 1, [1], 0, [0], 0, [0])]
 
 
-def test_interleaved_qkv_becomes_separate_tensors() -> None:
-    # 2 query groups of 2 q heads, 1 k, 1 v, one row per head: local rows q q k v q q k v; 3 columns
-    fused = meta(
-        "qkv",
-        (8, 3),
-        0,
-        tiles=(
-            Tile("q", (0, 0), (2, 3), 0, (3, 1), Repeat(0, 2, 2, 12)),
-            Tile("k", (0, 0), (1, 3), 6, (3, 1), Repeat(0, 2, 1, 12)),
-            Tile("v", (0, 0), (1, 3), 9, (3, 1), Repeat(0, 2, 1, 12)),
-        ),
-    )
-    separate = [replicated("q", (4, 3), [1]), replicated("k", (2, 3), [1]), replicated("v", (2, 3), [1])]
-    table = plan_copies(rosters([{0: fused}], separate)).table
-    rows = {
-        table.tensors[table.tensor[i]]: (
-            table.size[i].tolist(),
-            int(table.src_offset[i]),
-            table.src_stride[i].tolist(),
-            int(table.dst_offset[i]),
-            table.dst_stride[i].tolist(),
-        )
-        for i in range(len(table))
-    }
-    # each in one copy: the stride of query groups is 4 rows = 12 elements in the source
-    assert rows == {
-        "q": ([2, 2, 3], 0, [12, 3, 1], 0, [6, 3, 1]),
-        "k": ([2, 1, 3], 6, [12, 3, 1], 0, [3, 3, 1]),
-        "v": ([2, 1, 3], 9, [12, 3, 1], 0, [3, 3, 1]),
-    }
-
-
-def test_kv_heads_replicated_beyond_their_number_come_from_either_holder() -> None:
-    # 2 kv heads over TP4: ranks 0, 1 hold head 0, ranks 2, 3 head 1; two engines want both heads whole
-    def head(rank: int, index: int) -> dict[int, object]:
-        tile = Tile("k", (index, 0), (1, 4), 0, (4, 1))
-        return {rank: meta("k", (1, 4), rank, tiles=(tile,), global_shape=(2, 4))}
-
-    source = [head(0, 0), head(1, 0), head(2, 1), head(3, 1)]
-    found = rosters(source, [replicated("k", (2, 4), [8, 9])])  # type: ignore[arg-type]
-    assert copies(found) == [
-        (0, 8, [1, 4], 0, [4, 1], 0, [4, 1]),
-        (1, 9, [1, 4], 0, [4, 1], 0, [4, 1]),
-        (2, 8, [1, 4], 0, [4, 1], 4, [4, 1]),
-        (3, 9, [1, 4], 0, [4, 1], 4, [4, 1]),
-    ]
-
-
 def test_canonical_names_match_across_pipeline_and_expert_numbering() -> None:
     stage = {1: meta("layers.0.experts.weight0", (4,), 1, resolved_name="layers.16.experts.weight4")}
     engine = {2: meta("model.layers.16.w", (4,), 2, resolved_name="layers.16.experts.weight4")}
@@ -157,12 +83,6 @@ def test_canonical_names_match_across_pipeline_and_expert_numbering() -> None:
     assert table.tensors[table.tensor[0]] == "layers.16.experts.weight4"
     assert table.locals[table.src_local[0]] == "layers.0.experts.weight0"
     assert table.locals[table.dst_local[0]] == "model.layers.16.w"
-
-
-def test_replicas_in_different_layouts_are_cut_and_joined_again() -> None:
-    # rank 0 holds all of it, ranks 1 and 2 a half each; rank 0 copies its own in one piece
-    sources = [replicated("w", (8,), [0]), tp("w", (4,), [1, 2])]
-    assert copies(rosters(sources, [replicated("w", (8,), [0])])) == [(0, 0, [8], 0, [1], 0, [1])]
 
 
 def test_nothing_to_do_is_a_plan() -> None:
@@ -186,13 +106,6 @@ def fleet(engines: int = 3) -> list[Roster]:
 def ids(table: CopyTable) -> set[tuple[int, int, int, int]]:
     columns = (table.task_id, table.dst_rank, table.dst_local, table.dst_offset)
     return set(zip(*(column.tolist() for column in columns), strict=True))
-
-
-def test_any_order_of_tensors_gives_the_same_bytes() -> None:
-    found = fleet()
-    mixed = [replace(r, source=list(r.source)[::-1], destination=list(r.destination)[::-1]) for r in found[::2]]
-    mixed += found[1::2]
-    assert plan_copies(mixed).table.to_wire() == plan_copies(found).table.to_wire()
 
 
 def test_task_ids_are_unique_and_not_negative() -> None:
@@ -234,19 +147,6 @@ def test_two_models_of_equal_sizes_have_different_plans() -> None:
 # --- A rank's plan as TransferOps. ----------------------------------------------------------------------
 
 
-def test_both_ends_of_a_transfer_mirror_each_other() -> None:
-    plans = plan_reshard(rosters([tp("w", (2, 4), [0, 1])], [tp("w", (4, 2), [2, 3], dim=1)]))
-    assert plans[0].recv_ops == [] and plans[2].send_ops == []
-    sends = {op.task_id: (rank, op) for rank in (0, 1) for op in plans[rank].send_ops}
-    assert len(sends) == 4
-    for rank in (2, 3):
-        for op in plans[rank].recv_ops:
-            sender, send = sends[op.task_id]
-            assert (op.peer_rank, send.peer_rank) == (sender, rank)
-            assert (op.my_slice, op.peer_slice) == (send.peer_slice, send.my_slice)
-            assert send.is_send and not op.is_send
-
-
 def test_an_op_names_the_local_tensor_of_its_own_side() -> None:
     held = {0: meta("layers.0.w", (4, 2), 0, resolved_name="w")}
     wanted = {1: meta("model.w", (4, 2), 1, resolved_name="w")}
@@ -255,27 +155,6 @@ def test_an_op_names_the_local_tensor_of_its_own_side() -> None:
     task = plans[0].send_ops[0].task_id
     assert list(plans[0].send_ops) == [TransferOp("layers.0.w", 1, True, whole, whole, task)]
     assert list(plans[1].recv_ops) == [TransferOp("model.w", 0, False, whole, whole, task)]
-
-
-def test_a_copy_within_one_rank_is_a_send_and_a_receive() -> None:
-    plan = plan_reshard(rosters([replicated("w", (4,), [0])], [replicated("w", (4,), [0])]))[0]
-    assert plan.send_ops[0].peer_rank == plan.recv_ops[0].peer_rank == 0
-    assert plan.send_ops[0].task_id == plan.recv_ops[0].task_id
-
-
-def test_gated_halves_are_two_ops_with_ids_of_their_own() -> None:
-    found = rosters([tp("w", (8, 3), [0, 1], partition_stride=2)], [replicated("w", (16, 3), [2])])
-    plans = plan_reshard(found)
-    columns = slice(0, 3)
-    assert [(op.peer_rank, op.my_slice, op.peer_slice) for op in plans[2].recv_ops] == [
-        (0, (slice(0, 4), columns), (slice(0, 4), columns)),
-        (0, (slice(8, 12), columns), (slice(4, 8), columns)),
-        (1, (slice(4, 8), columns), (slice(0, 4), columns)),
-        (1, (slice(12, 16), columns), (slice(4, 8), columns)),
-    ]
-    ids = [op.task_id for op in plans[2].recv_ops]
-    assert len(set(ids)) == 4
-    assert ids == [op.task_id for rank in (0, 1) for op in plans[rank].send_ops]
 
 
 def test_a_flat_slice_meets_a_matrix_with_as_many_elements_in_the_same_order() -> None:
@@ -370,19 +249,6 @@ def test_eight_whole_replicas_send_equal_bytes(engines: int) -> None:
     # the destinations of 4 are not a multiple of the 8 senders
     wanted = model(24, 4, range(8, 8 + 4 * engines))
     assert max_over_mean(rosters(model(24, 1, range(8)), wanted)) < 1.10
-
-
-@pytest.mark.parametrize(("world", "replicas", "engines"), [(2, 3, 4), (4, 5, 3), (8, 2, 7)])
-def test_data_parallel_trainers_send_equal_bytes(world: int, replicas: int, engines: int) -> None:
-    trainers = world * replicas
-    wanted = model(24, 2, range(trainers, trainers + 2 * engines))
-    assert max_over_mean(rosters(model(24, world, range(trainers)), wanted)) < 1.10
-
-
-def test_replicas_in_different_layouts_send_equal_bytes() -> None:
-    # a trainer of TP2 DP2 and an engine of TP1 that serves the same version feed five new engines
-    sources = [*model(24, 2, range(4)), *model(24, 1, [4])]
-    assert max_over_mean(rosters(sources, model(24, 1, range(5, 10)))) < 1.10
 
 
 def test_a_few_huge_tensors_do_not_unbalance_the_rest() -> None:
