@@ -19,21 +19,11 @@ from tests.support.daemon_harness import SHARD, SOURCE, TARGET, Harness, live_in
 from tests.support.shares import load_of
 
 
-def digested(h: Harness, byte: int) -> None:
-    """Answer all digest requests for the workers."""
-    while wanted := [(w, m) for w, m in h.to_worker if isinstance(m, sidecar.ReadSpans)]:
-        h.to_worker.clear()
-        for worker, m in wanted:
-            taken = sidecar.SpansRead(run=m.run, digests=bytes([byte]) * 8 * len(m.spans))
-            h.feed(act.WorkerSaid(worker, taken))
-
-
 def crossing(member: str, rank: int, *, flips: bool = False) -> tuple[Harness, str]:
     """Return a daemon with a source of rank 0 or a target of rank 1; the counterpart is on another node."""
     h = Harness()
     target = structs.replace(TARGET, live=live_in_arena(h), flips=True) if flips else TARGET
     registered = h.ask(SOURCE if member == "source" else target)
-    assert isinstance(registered, local.Registered)
     members = (registered.member, "far") if rank == 0 else ("far", registered.member)
     nodes = ("n0", "n1") if rank == 0 else ("n1", "n0")
     rosters = [Roster(0, metadata_of(SHARD, 0), node=nodes[0]), Roster(1, (), metadata_of(SHARD, 1), nodes[1])]
@@ -81,22 +71,6 @@ def test_a_source_that_does_not_hold_the_base_compares_nothing(base: int | None,
         h.publish(source, version)
     assert bases(stage(h, "s", 2, base=base, base_run=run)) == set()
     assert not any(slot.compared for slot in h.daemon.members[source].source.slots)
-
-
-def test_a_publish_gets_the_slot_once_no_worker_compares_with_it() -> None:
-    h, source = crossing("source", 0)
-    for version in (1, 2):
-        h.publish(source, version)
-    runs = stage(h, "s", 2, base=1)
-    h.to_worker.clear()
-    begin = local.BeginPublish(member=source, version=3, timeout_s=5.0)
-    assert h.ask(begin) is None
-    assert h.to_worker == [(w, sidecar.DropBases(run=run.run)) for w, run in enumerate(runs)]
-    h.feed(act.WorkerSaid(0, sidecar.DropBases(run=runs[0].run)))
-    assert not h.to_client
-    h.feed(act.WorkerSaid(1, sidecar.RunDone(run=runs[1].run, copies=0, bytes=0, seconds=0.1)))  # it had just ended
-    assert [m for *_, m in h.to_client] == [local.SlotGranted(slot=0)]
-    assert stage(h, "t", 2, base=1)[0].bases == (), "that version is gone"
 
 
 def test_a_publish_after_the_workers_have_ended_waits_for_nobody() -> None:
@@ -155,36 +129,6 @@ def test_a_rank_that_copies_gets_one_full_version_after_a_wrong_delta() -> None:
     done(h, runs)
     h.commit(target, "s3", 2)
     assert bases(stage(h, "s4", 3, base=2))
-
-
-@pytest.mark.parametrize("is_wrong", [False, True])
-def test_the_coordinator_knows_whether_a_base_is_suspected_or_wrong_before_the_next_swap(is_wrong: bool) -> None:
-    h, target = crossing("target", 1, flips=True)
-
-    def committed(swap: str, version: int) -> None:
-        h.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap=swap, version=version)))
-        h.ask(local.CommitDone(swap=swap, member=target, paused_s=0.0, exchanged=True))
-        digested(h, 0)
-
-    def lacks_base() -> list[bool]:
-        found = [moved.lacks_base for update in h.said(cluster.NodeUpdate) for moved in update.moved]
-        h.to_coordinator.clear()
-        return found
-
-    done(h, stage(h, "s1", 1, base=None))
-    committed("s1", 1)
-    runs = stage(h, "s2", 2, base=1)
-    lacks_base()
-    h.feed(act.WorkerSaid(0, sidecar.BaseWrong(run=runs[0].run)))
-    assert lacks_base() == [True], "it is being compared"
-    h.feed(act.WorkerSaid(0, sidecar.RunDone(run=runs[0].run, reason="differs", differs=True)))
-    h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="s2", reason="x")))
-    digested(h, int(is_wrong))
-    assert lacks_base()[-1:] == [is_wrong]
-    done(h, stage(h, "s3", 2, base=1))
-    committed("s3", 2)
-    h.ask(local.GetStatus())
-    assert lacks_base()[-1:] == [False]
 
 
 # --- Before a daemon treats the version in the other arena as staged, workers compare it with its digests.

@@ -21,24 +21,6 @@ from refitd.states import Busy, Tick
 from tests.support.daemon_harness import SHARD, TARGET, Harness
 
 
-def test_a_heartbeat_tells_where_targets_stand_that_have_moved_since_the_last_one() -> None:
-    h = Harness()
-    _, target = h.fleet()
-
-    def told() -> list[tuple[str, str, int]]:
-        h.to_coordinator.clear()
-        h.feed(Tick())
-        (update,) = h.said(cluster.NodeUpdate)
-        assert isinstance(update, cluster.NodeUpdate)
-        return [(moved.member, moved.step, len(moved.events)) for moved in update.moved]
-
-    assert (told(), told()) == ([(target, "idle, empty", 0)], [])
-    h.done(h.stage())
-    assert (told(), told()) == ([(target, "staged swap s, empty", 2)], [])
-    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot="another")))
-    assert told() == [(target, "staged swap s, empty", 2)]
-
-
 def test_a_coordinator_that_falls_silent_fails_what_waits_for_it() -> None:
     h = Harness()
     assert h.ask(local.StartSwap(model="m")) is None
@@ -47,30 +29,6 @@ def test_a_coordinator_that_falls_silent_fails_what_waits_for_it() -> None:
     (failure,) = [m for _, _, m in h.to_client if isinstance(m, local.Failure)]
     assert "has said nothing for 5 s" in failure.message
     assert isinstance(h.to_coordinator[-1], cluster.NodeUpdate | cluster.NodeHello)
-
-
-def test_a_coordinator_that_says_goodbye_fails_requests_at_once_and_fences_no_staged_rank() -> None:
-    h = Harness()
-    h.fleet()
-    h.done(h.stage())
-    assert h.ask(local.StartSwap(model="m")) is None
-    h.to_client.clear()
-    h.feed(act.CoordinatorSaid(0, local.Failure(code=cluster.LEAVES, message="it was stopped")))
-    (failure,) = [m for _, _, m in h.to_client if isinstance(m, local.Failure)]
-    assert failure.message == "it was stopped" and not h.daemon.link.is_up
-    refused = h.ask(local.GetStatus())
-    assert isinstance(refused, local.Failure) and "no coordinator at present; it was stopped" in refused.message
-
-    def fences() -> list[str]:
-        h.to_client.clear()
-        h.feed(Tick())
-        return [m.member for _, _, m in h.to_client if isinstance(m, local.Fence)]
-
-    assert fences() == []
-    h.now += 6.0
-    assert fences() == [], "it serves until its permit ends"
-    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot="another")))
-    assert h.daemon.link.is_up
 
 
 def test_a_description_is_sent_once_per_layout_and_again_when_it_was_forgotten() -> None:
