@@ -37,6 +37,7 @@ OTHERS = {
     "async-grpo": ("trl_case",),
     "prefix-cache": ("cache_case",),
     "bad-input": ("bad_input_case",),
+    "fixed-tp2": ("fixed_case",),
     "server-killed-tp1": ("killed_case", "1"),
     "server-killed-tp2": ("killed_case", "2"),
     "restart-tp1": ("restart_case", "1"),

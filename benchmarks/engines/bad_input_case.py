@@ -48,7 +48,7 @@ def _uneven_heads(folder: Path) -> Iterator[str]:
     """Try a TP size that does not divide the heads: vLLM refuses it before it asks a backend."""
     from vllm.engine.arg_utils import EngineArgs
 
-    yield _refused(
+    yield refused(
         "TP3 of 8 heads",
         "8.* must be divisible by .*3",
         lambda: EngineArgs(model=str(folder), tensor_parallel_size=3, skip_tokenizer_init=True).create_engine_config(),
@@ -61,7 +61,7 @@ def _quantised(work: Path) -> Iterator[str]:
 
     import refitd
 
-    plain, folder = _loaded(work / "model"), work / "int8"
+    plain, folder = loaded(work / "model"), work / "int8"
     packed: Weights = {}
     for name, w in plain.items():
         if not name.endswith("_proj.weight"):
@@ -70,7 +70,7 @@ def _quantised(work: Path) -> Iterator[str]:
         scale = w.float().abs().amax(1, keepdim=True) / 127
         packed[name] = (w.float() / scale).round().to(torch.int8)
         packed[name + "_scale"] = scale.to(w.dtype)
-    _saved(packed, work / "model", folder)
+    saved(packed, work / "model", folder)
     config = json.loads((folder / "config.json").read_text())
     whole = {"num_bits": 8, "type": "int", "symmetric": True}
     group = {
@@ -81,14 +81,14 @@ def _quantised(work: Path) -> Iterator[str]:
     how = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
     config["quantization_config"] = {**how, "ignore": ["lm_head"], "config_groups": {"group_0": group}}
     (folder / "config.json").write_text(json.dumps(config))
-    llm = _engine(folder, work, "q")
+    llm = engine(folder, work, "q")
     answer = _asked(llm)
     before = answer()
     with refitd.connect(work) as client:
         for number, (what, tensors) in enumerate({"plain": plain, "packed": packed}.items()):
             client.register_source(f"quantised-{number}", tensors)
             info = {"init_info": {"model": f"quantised-{number}"}}
-            yield _refused(
+            yield refused(
                 f"{what} weights for an int8 engine",
                 r"this engine is quantised \(compressed-tensors\).* LoRA adapter alone",
                 lambda info=info: llm.init_weight_transfer_engine(info),
@@ -108,7 +108,7 @@ def _served(work: Path) -> Iterator[str]:
     first = Server(folder, work, log="vllm-1.log", **settings)
     second = None
     try:
-        weights = _loaded(folder)
+        weights = loaded(folder)
         with refitd.connect(work) as client:
             tied = {name: w for name, w in weights.items() if name != "lm_head.weight"}
             source = client.register_source("policy", tied)
@@ -121,7 +121,7 @@ def _served(work: Path) -> Iterator[str]:
             source = client.register_source("policy", weights)
             source.publish(source.next_version)
             _until(lambda: "a" in _replicas(client), 60, "the engine to register with the second trainer")
-            _moved(weights, 1)
+            moved(weights, 1)
             version = source.next_version
             source.publish(version)
             client.swap("policy", version, wait=60)
@@ -149,9 +149,9 @@ def _offered(work: Path) -> Iterator[str]:
     import refitd
 
     folder = work / "tied"
-    llm = _engine(folder, work, "b")
+    llm = engine(folder, work, "b")
     answer = _asked(llm)
-    before, weights = answer(), _loaded(folder)
+    before, weights = answer(), loaded(folder)
     hidden, layers, vocabulary = SIZES["tiny"]
     embed, q, last = (
         "model.embed_tokens.weight",
@@ -185,23 +185,23 @@ def _offered(work: Path) -> Iterator[str]:
         for number, (what, (tensors, text)) in enumerate(offers.items()):
             client.register_source(f"offer-{number}", tensors)
             info = {"init_info": {"model": f"offer-{number}"}}
-            yield _refused(what, text, lambda info=info: llm.init_weight_transfer_engine(info))
+            yield refused(what, text, lambda info=info: llm.init_weight_transfer_engine(info))
             assert answer() == before, what
         with refitd.connect(work, name="trainer") as trainer:
             source = trainer.register_source("tied", weights)
             llm.init_weight_transfer_engine({"init_info": {"model": "tied"}})
             source.publish(1)
         # a checkpoint of another revision is offered to the engine that has registered
-        _saved(offers["a larger vocabulary"][0], folder, work / "revision")
+        saved(offers["a larger vocabulary"][0], folder, work / "revision")
         found = refitd.publish_checkpoint(client, "tied", work / "revision")
-        yield _refused("a checkpoint of another revision", embed, lambda: client.swap("tied", found.version, wait=10))
+        yield refused("a checkpoint of another revision", embed, lambda: client.swap("tied", found.version, wait=10))
         assert answer() == before
 
 
 # --- helpers ----------------------------------------------------------------------------------------------
 
 
-def _engine(folder: Path, work: Path, replica: str) -> Any:
+def engine(folder: Path, work: Path, replica: str, **settings: Any) -> Any:
     from vllm import LLM
 
     return LLM(
@@ -213,6 +213,7 @@ def _engine(folder: Path, work: Path, replica: str) -> Any:
         enable_prefix_caching=False,
         weight_transfer_config={"backend": "refitd"},
         additional_config={"refitd": {"runtime_dir": str(work), "replica": replica, "timeout_s": 20}},
+        **settings,
     )
 
 
@@ -224,7 +225,7 @@ def _asked(llm: Any) -> Callable[[], list[int]]:
     return lambda: list(llm.generate(PROMPT, greedy, use_tqdm=False)[0].outputs[0].token_ids)
 
 
-def _refused(what: str, text: str, ask: Callable[[], Any]) -> str:
+def refused(what: str, text: str, ask: Callable[[], Any]) -> str:
     """Check that a call is refused with an error that matches `text`, a regular expression."""
     import re
 
@@ -237,13 +238,13 @@ def _refused(what: str, text: str, ask: Callable[[], Any]) -> str:
     raise AssertionError(f"{what}: taken")
 
 
-def _loaded(folder: Path) -> Weights:
+def loaded(folder: Path) -> Weights:
     from safetensors.torch import load_file
 
     return {name: w.clone() for name, w in load_file(folder / "model.safetensors").items()}
 
 
-def _saved(weights: Weights, model: Path, folder: Path) -> None:
+def saved(weights: Weights, model: Path, folder: Path) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir()
@@ -252,7 +253,7 @@ def _saved(weights: Weights, model: Path, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
-def _moved(weights: Weights, seed: int) -> None:
+def moved(weights: Weights, seed: int) -> None:
     import torch
 
     generator = torch.Generator().manual_seed(seed)

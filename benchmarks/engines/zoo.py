@@ -4,50 +4,74 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import importlib
 import json
-import subprocess
+import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines.zoo_case import ARCHITECTURES
+from benchmarks.engines.architectures import ARCHITECTURES
+from benchmarks.engines.vllm_case import daemon
+from benchmarks.engines.zoo_case import forked, run
 from benchmarks.machine import describe
 
 RESULTS = Path(__file__).parents[1] / "results"
-CASE_S = 900
+CASE_S = 600
+MODULES = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "transformers.models.auto.modeling_auto",
+    "transformers.modeling_utils",
+)
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+}
 COLUMNS = ("model", "family", "tp", "dtype", "reload", "on disk", "in memory", "verify", "bind_s", "commit_s")
 
 
 def main() -> int:
     """Run one architecture after the other; return 1 if a refit is not equal where vLLM's reload is right."""
     parser = argparse.ArgumentParser(prog="scripts/try-zoo", description=__doc__)
-    parser.add_argument("--only", default="*", help="architectures whose names match, for example 'mamba*'")
+    parser.add_argument("--only", default="*", help="architectures whose names match, for example 'mamba*,jamba'")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
-    parser.add_argument("--dtype", default="bfloat16", help="of checkpoints and engines")
+    parser.add_argument("--dtype", default="bfloat16", help="of checkpoints and engines; bfloat16+fp8_per_tensor: vLLM quantises")
+    parser.add_argument("--print", action="store_true", dest="prints", help="print rows, and keep none")
     options = parser.parse_args()
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    for module in MODULES:
+        importlib.import_module(module)  # once: each case is a fork
+    registry = importlib.import_module("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = lambda inspect: inspect()  # which imports vLLM again
+
+    directory = Path(tempfile.mkdtemp(prefix="rfdz"))
+    print(f"logs: {directory}", file=sys.stderr)
     found = []
-    for kind in fnmatch.filter(ARCHITECTURES, options.only):
-        row = _ran(kind, options.tp, options.dtype)
-        print(json.dumps(row), file=sys.stderr, flush=True)
-        found.append(row)
-        _keep(row)
+    with daemon(directory):
+        for kind in [kind for only in options.only.split(",") for kind in fnmatch.filter(ARCHITECTURES, only)]:
+            row = _ran(kind, options.tp, options.dtype, directory)
+            print(json.dumps(row), file=sys.stdout if options.prints else sys.stderr, flush=True)
+            found.append(row)
+            if not options.prints:
+                _keep(row)
     return int(
         any(row["reload"] == "right" and not row.get("on disk") == row.get("in memory") == "equal" for row in found)
     )
 
 
-def _ran(kind: str, tp: int, dtype: str) -> dict[str, Any]:
-    case = [sys.executable, "-m", "benchmarks.engines.zoo_case", kind, str(tp), dtype]
+def _ran(kind: str, tp: int, dtype: str, directory: Path) -> dict[str, Any]:
     row = {"model": kind, "family": ARCHITECTURES[kind][0], "tp": tp, "dtype": dtype}
     try:
-        ran = subprocess.run(case, capture_output=True, text=True, timeout=CASE_S, check=False)
-    except subprocess.TimeoutExpired:
-        return row | {"reload": f"not tried: no end after {CASE_S} s"}
-    if lines := [line for line in ran.stdout.splitlines() if line.startswith('{"model"')]:
-        found: dict[str, Any] = json.loads(lines[-1])
-        return found
-    last = ran.stderr.strip().splitlines() or ["no output"]
-    return row | {"reload": f"not tried: vLLM: {last[-1]}"}
+        return row | forked(run, kind, tp, dtype, directory, timeout=CASE_S, log=directory / f"{kind}-{tp}.log")
+    except RuntimeError as exc:
+        return row | {"reload": f"not tried: {exc}"}
 
 
 def _keep(row: dict[str, Any]) -> None:

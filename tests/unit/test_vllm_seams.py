@@ -28,12 +28,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **held: object) -> None
 def test_an_older_vllm_or_one_that_lacks_a_function_is_refused_and_a_newer_one_is_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stand_in(monkeypatch, "vllm", __version__="0.31.2")
-    with pytest.raises(refitd.RefusedError, match=r"vLLM 0\.31\.2 is not among .* tested with \(0\.32\.x\); install"):
+    stand_in(monkeypatch, "vllm", __version__="0.26.1")
+    with pytest.raises(refitd.RefusedError, match=r"vLLM 0\.26\.1 is not .* tested with \(0\.27 to 0\.32\); install"):
         seams.check_version()
     stand_in(monkeypatch, "vllm", __version__="0.33.1rc1")
     seams.check_version()
-    assert "vLLM 0.33.1rc1 is newer than the tested versions (0.32.x)" in caplog.text
+    assert "vLLM 0.33.1rc1 is newer than the tested versions (0.27 to 0.32)" in caplog.text
+    assert seams.seams_of((0, 34)) is seams.TABLE[0, 32]
     monkeypatch.setattr(seams, "missing", ["no module named vllm.v1"])
     with pytest.raises(
         refitd.RefusedError, match=r"0\.33\.1rc1 .* lacks what it needs: no module named vllm\.v1; inst"
@@ -89,9 +90,20 @@ def test_only_engines_of_refitd_on_cpus_rest_while_they_wait(monkeypatch: pytest
     assert queues.sched_yield.func is time.sleep and queues.sched_yield.args[0] > 0  # sleeping lets other threads run
 
 
+def modular(
+    self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, expert_map, apply_router_weight_on_input, w
+):
+    """The signature of vLLM's experts since 0.30."""
+
+
+def routed(self, hidden_states, w1, w2, router_logits, activation, expert_map, apply_router_weight_on_input, group=None):
+    """The signature of vLLM's experts in 0.28 and 0.29."""
+
+
+@pytest.mark.parametrize("vllm", ["0.27", "0.29", "0.32"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_unpacked_experts_are_the_weighted_sum_over_those_that_are_here(
-    monkeypatch: pytest.MonkeyPatch, weighted: bool
+    monkeypatch: pytest.MonkeyPatch, weighted: bool, vllm: str
 ) -> None:
     def silu_and_mul(activation: str, output: torch.Tensor, given: torch.Tensor) -> None:
         gate, up = given.chunk(2, dim=-1)
@@ -103,27 +115,26 @@ def test_unpacked_experts_are_the_weighted_sum_over_those_that_are_here(
     w1, w2 = torch.randn(here, 2 * inner, hidden), torch.randn(here, hidden, inner)
     x, shares = torch.randn(tokens, hidden), torch.rand(tokens, 2)
     ids = torch.tensor([[0, 5], [1, 4], [3, 5], [0, 1], [4, 2]], dtype=torch.int32)
+    if weighted:  # only with one expert for each token
+        ids, shares = ids[:, 1:], shares[:, 1:]
+    ready = x * shares if weighted else x
     places = torch.tensor([-1, 0, -1, 1, 2, -1])  # experts 1, 3 and 4 of 6
     output = torch.full((tokens, hidden), 7.0)
-    kept_weights._experts(
-        SimpleNamespace(w1_bias=None, w2_bias=None),
-        output=output,
-        hidden_states=x,
-        w1=w1,
-        w2=w2,
-        topk_weights=shares,
-        topk_ids=ids,
-        activation="silu",
-        expert_map=places,
-        apply_router_weight_on_input=weighted,
-        workspace13=None,
-    )
+    chosen = SimpleNamespace(w1_bias=None, w2_bias=None, refitd_unpacked=True)
+    chosen._select_experts = lambda x, logits, *groups: (shares, ids)
+    if vllm == "0.27":
+        layer = SimpleNamespace(w13_weight=w1, w2_weight=w2, expert_map=places)
+        output = kept_weights._layer_experts(chosen, layer, x, shares, ids, "silu", 6, weighted)
+    elif vllm == "0.29":
+        output = kept_weights._computed(routed)(chosen, x, w1, w2, torch.zeros(5, 6), "silu", places, weighted)
+    else:
+        kept_weights._computed(modular)(chosen, output, ready, w1, w2, shares, ids, "silu", places, weighted, None)
     expected = torch.zeros(tokens, hidden)
     for token in range(tokens):
-        for k in range(2):
+        for k in range(ids.shape[1]):
             place = int(places[ids[token, k]])
             if place >= 0:
-                gate, up = (w1[place] @ x[token]).chunk(2)
+                gate, up = (w1[place] @ ready[token]).chunk(2)
                 down = w2[place] @ (torch.nn.functional.silu(gate) * up)
                 expected[token] += down * (1.0 if weighted else shares[token, k])
     torch.testing.assert_close(output, expected)

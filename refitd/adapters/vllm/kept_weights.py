@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,12 @@ def is_refitted(config: Any) -> bool:
     return config.weight_transfer_config is not None and config.weight_transfer_config.backend == "refitd"
 
 
-def open_seams() -> None:
-    """Patch vLLM's layers."""
+def open_seams(keep_experts: Callable[[], None]) -> None:
+    """Patch vLLM's layers; `keep_experts` patches this version's mixtures of experts on CPUs."""
     from vllm.model_executor.layers import utils
 
     utils.dispatch_cpu_unquantized_gemm = _unpacked(utils.dispatch_cpu_unquantized_gemm)
-    _keep_experts()
+    keep_experts()
     _keep_mla_weights()
     _keep_biases()
 
@@ -88,7 +89,7 @@ def _keep_biases() -> None:
     ParallelLMHead._register_bias = once
 
 
-def _keep_experts() -> None:
+def keep_experts() -> None:
     """Make vLLM's unquantised CPU experts leave their weights in place, in engines that refitd refits.
 
     Once the model is loaded, vLLM packs the weights for its grouped GEMM and drops the originals, so versions could
@@ -100,6 +101,10 @@ def _keep_experts() -> None:
     Experts.apply = _computed(Experts.apply)
 
 
+# vLLM 0.28 and 0.29 take these from the layer when they pack its weights
+ROUTING = ("use_grouped_topk", "renormalize", "scoring_func", "custom_routing_function")
+
+
 def _left(process: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(process)
     def chosen(self: Any, layer: Any) -> None:
@@ -108,19 +113,70 @@ def _left(process: Callable[..., None]) -> Callable[..., None]:
         self.refitd_unpacked = is_refitted(get_current_vllm_config())
         if not self.refitd_unpacked:
             process(self, layer)
+        for name in ROUTING:
+            if hasattr(self, name) and hasattr(layer, name):
+                setattr(self, name, getattr(layer, name))
 
     return chosen
 
 
-def _computed(apply: Callable[..., None]) -> Callable[..., None]:
+def _computed(apply: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(apply)
-    def chosen(self: Any, **given: Any) -> None:  # vLLM names all of them
-        if getattr(self, "refitd_unpacked", False):
-            _experts(self, **given)
+    def chosen(self: Any, *args: Any, **given: Any) -> Any:
+        if not getattr(self, "refitd_unpacked", False):
+            return apply(self, *args, **given)
+        found = signature.bind(self, *args, **given).arguments
+        return _routed(**found) if "router_logits" in found else _experts(**found)
+
+    signature = inspect.signature(apply)
+    return chosen
+
+
+def _routed(self: Any, hidden_states: Any, router_logits: Any, **given: Any) -> Any:
+    """Choose the experts and compute with them, as in vLLM 0.28 and 0.29."""
+    import torch
+
+    routing = ("num_expert_group", "topk_group", "e_score_correction_bias", "routed_scaling_factor")
+    weights, ids = self._select_experts(hidden_states, router_logits, *(given.pop(name, None) for name in routing))
+    if given["apply_router_weight_on_input"]:
+        hidden_states = hidden_states * weights.to(hidden_states.dtype)
+    output = torch.empty_like(hidden_states)
+    _experts(self, output, hidden_states, topk_weights=weights, topk_ids=ids, **given)
+    return output
+
+
+def keep_layer_experts() -> None:
+    """Make the CPU experts of vLLM 0.27 leave their weights in place, in engines that refitd refits."""
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+
+    CPUFusedMOE.__init__ = _of_layer(CPUFusedMOE.__init__)
+
+
+def _of_layer(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def chosen(self: Any, layer: Any) -> None:
+        from vllm.config import get_current_vllm_config
+
+        if is_refitted(get_current_vllm_config()):
+            self.forward_method = functools.partial(_layer_experts, self)
         else:
-            apply(self, **given)
+            init(self, layer)
 
     return chosen
+
+
+def _layer_experts(
+    self: Any, layer: Any, x: Any, topk_weights: Any, topk_ids: Any, activation: Any, _: int, is_weighted: bool
+) -> Any:
+    import torch
+
+    self.w1_bias, self.w2_bias = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
+    output = torch.empty_like(x)
+    if is_weighted:
+        x = x * topk_weights.to(x.dtype)
+    weights, ids = (layer.w13_weight, layer.w2_weight), (topk_weights, topk_ids)
+    _experts(self, output, x, *weights, *ids, activation, layer.expert_map, is_weighted)
+    return output
 
 
 def _experts(

