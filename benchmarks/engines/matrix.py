@@ -16,7 +16,7 @@ from refitd.adapters.vllm.seams import TABLE
 
 RESULTS = Path(__file__).parents[1] / "results"
 FOLDERS = Path(sys.prefix) / "vllm"
-MODELS = "llama,qwen2,mixtral,deepseek_v2"
+MODELS = "llama,mixtral,deepseek_v2"
 RUN_S = 1800
 COLUMNS = ("vllm", "model", "tp", "on disk", "in memory", "verify", "reload")
 

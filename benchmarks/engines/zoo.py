@@ -41,7 +41,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/try-zoo", description=__doc__)
     parser.add_argument("--only", default="*", help="architectures whose names match, for example 'mamba*,jamba'")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
-    parser.add_argument("--dtype", default="bfloat16", help="of checkpoints and engines; bfloat16+fp8_per_tensor: vLLM quantises")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="of checkpoints and engines; bfloat16+fp8_per_tensor: vLLM quantises"
+    )
     parser.add_argument("--print", action="store_true", dest="prints", help="print rows, and keep none")
     options = parser.parse_args()
     for name, value in SETTINGS.items():

@@ -157,9 +157,7 @@ class Engine:
         return self.holds()
 
 
-def _compared(
-    client: Any, engine: Engine, kind: str, folders: list[Path], file: Path, fresh: Any
-) -> dict[str, Any]:
+def _compared(client: Any, engine: Engine, kind: str, folders: list[Path], file: Path, fresh: Any) -> dict[str, Any]:
     import torch
     from safetensors.torch import load_file
 

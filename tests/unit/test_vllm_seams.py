@@ -96,7 +96,9 @@ def modular(
     """The signature of vLLM's experts since 0.30."""
 
 
-def routed(self, hidden_states, w1, w2, router_logits, activation, expert_map, apply_router_weight_on_input, group=None):
+def routed(
+    self, hidden_states, w1, w2, router_logits, activation, expert_map, apply_router_weight_on_input, group=None
+):
     """The signature of vLLM's experts in 0.28 and 0.29."""
 
 

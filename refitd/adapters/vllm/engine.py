@@ -151,6 +151,11 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         self._stopped.set()
         self._let_go()
 
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
+        """Raise RefusedError: vLLM 0.27 declares it for backends that send tensors from here."""
+        raise refitd.RefusedError("trainer_send_weights is not used: `publish` the tensors, and `swap`")
+
     # --- following by itself ------------------------------------------------------------------------------
 
     def _follow(self, info: RefitdInitInfo) -> None:

@@ -95,7 +95,7 @@ def open_seams(*, reports: bool) -> None:
     def root() -> object:
         return getattr(kv_cache_utils, "NONE_HASH", None)  # vLLM sets it if it caches prefixes
 
-    patched = [
+    patched: list[tuple[Any, str, Callable[..., Any]]] = [
         (Scheduler, "schedule", functools.partial(_numbered, forget=forget)),
         (Scheduler, "add_request", _rooted),
         (Request, "update_block_hashes", functools.partial(_from_root, root=root)),
