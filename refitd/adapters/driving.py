@@ -17,6 +17,12 @@ def live_version(client: refitd.Client, model: str) -> int | None:
     return next((found.live for found in client.status().models if found.model == model), None)
 
 
+def tied_names(client: refitd.Client, model: str) -> set[str]:
+    """Return the names of tensors that are one memory with others in the trainer."""
+    tensors = (tensor for shard in client.describe(model).shards for tensor in shard.tensors if tensor.aliases)
+    return {name for tensor in tensors for name in (tensor.resolved_name or tensor.name, *tensor.aliases)}
+
+
 class Fleet:
     """The engines of a model, as their trainer last saw them.
 

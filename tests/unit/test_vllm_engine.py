@@ -54,12 +54,14 @@ def made(engine: Any, model: torch.nn.Module | None = None, **settings: Any) -> 
 
 @pytest.fixture
 def offer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that sets what the trainer offers: `w` and others, all of four elements."""
+    """Return a function that sets what the trainer offers: `w` and others, all of four elements; maybe one memory."""
 
-    def offered(*others: str) -> None:
+    def offered(*others: str, tied: bool = False) -> None:
+        first = SimpleNamespace(name="w", resolved_name=None, aliases=others if tied else ())
         target = SimpleNamespace(model="policy", flips=False, error=None)
         client = SimpleNamespace(
             tensors=lambda *_, **__: dict.fromkeys(("w", *others), ((4,), torch.float32)),
+            describe=lambda _: SimpleNamespace(shards=(SimpleNamespace(tensors=(first,)),)),
             register_target=lambda *_, **__: target,
             status=lambda: SimpleNamespace(models=()),
             close=lambda: None,
@@ -94,11 +96,12 @@ def test_a_setting_of_another_type_is_refused_where_the_engine_starts(
 
 
 def test_an_output_layer_that_a_tied_engine_would_drop_is_refused(engine: Any, offer: Callable[..., None]) -> None:
-    offer("lm_head.weight")
-    one = made(engine)
-    registered(one)
-    one = made(engine)
-    one.model_config.hf_text_config.tie_word_embeddings = True
+    for is_tied, trainers_are_tied in ((False, False), (True, True), (True, False)):
+        offer("lm_head.weight", tied=trainers_are_tied)
+        one = made(engine)
+        one.model_config.hf_text_config.tie_word_embeddings = is_tied
+        if trainers_are_tied or not is_tied:
+            registered(one)
     with pytest.raises(refitd.RefusedError, match=r"offers lm_head\.weight, and this engine's .* tied .* register the"):
         registered(one)
 

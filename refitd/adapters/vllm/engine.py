@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 import refitd
 from refitd.adapters.derived import Hook, Packed, seconds_of
-from refitd.adapters.driving import CATCH_UP_S, live_version
+from refitd.adapters.driving import CATCH_UP_S, live_version, tied_names
 from refitd.adapters.engines import Learned, Learner, OnDisk, Retries, adopt, on_disk
 from refitd.adapters.streams import Shapes
 from refitd.adapters.vllm import versions
@@ -315,7 +315,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         learned = self._learner.learn(offered, rank)
         trace, recomputed = learned.trace, learned.recomputed
         log.info("refitd: layout of %d tensors: %s", len(trace.metadata), trace.proof or "not proven")
-        self._check_unused(trace.unused)
+        self._check_unused(trace.unused, lambda: tied_names(client, info.model))
         if info.adopt and (why := adopt(client, learned, info.timeout_s)):
             log.warning("refitd: versions are copied into this engine's weights, and do not flip: %s", why)
         if recomputed:
@@ -356,15 +356,17 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             return p.rank, p.world_size, f"{replica}-dp{p.data_parallel_index}"
         return p.rank, p.world_size, replica
 
-    def _check_unused(self, unused: tuple[str, ...]) -> None:
+    def _check_unused(self, unused: tuple[str, ...], tied: Callable[[], set[str]]) -> None:
         """Refuse an output layer that the engine would drop; warn of other tensors that it takes nothing of."""
         is_tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        if is_tied and (heads := [name for name in unused if name.endswith("lm_head.weight")]):
+        heads = [name for name in unused if name.endswith("lm_head.weight")] if is_tied else []
+        if heads and heads[0] not in tied():
             raise refitd.RefusedError(
                 f"the trainer offers {heads[0]}, and this engine's output layer is tied to its embeddings "
                 "(tie_word_embeddings): serve a checkpoint whose config unties them; if the trainer's are tied, "
                 "too, register the module itself, which offers them once"
             )
+        unused = tuple(name for name in unused if name not in heads)
         p = self.parallel_config
         if unused and not (p.pipeline_parallel_size > 1 or p.enable_expert_parallel):  # else others load them
             log.warning(

@@ -119,11 +119,12 @@ def open_seams() -> None:
 def is_deferred_attention(module: Any) -> bool:
     """Whether vLLM runs code for this attention layer once all weights are loaded; it may run again."""
     from vllm.model_executor.layers import attention
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     if hasattr(attention, "is_deferred_attention_layer"):
         return bool(attention.is_deferred_attention_layer(module))
-    return isinstance(module, AttentionLayerBase) and hasattr(module, "process_weights_after_loading")  # 0.27
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # 0.27
+
+    return isinstance(module, AttentionLayerBase) and hasattr(module, "process_weights_after_loading")
 
 
 def rest_between_looks() -> None:
