@@ -55,7 +55,7 @@ LINEAR = {
 }
 NEOX = {"num_key_value_heads": 4}
 
-# model_type -> (family, differences from COMMON)
+# model_type -> (family, differences from COMMON; ...: without this setting)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     # dense
     "llama": ("dense", {}),
@@ -83,7 +83,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "cwm": ("dense", {}),
     "ernie4_5": ("tied", {}),
     "exaone4": ("dense", {}),
-    "falcon": ("tied", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon": ("tied", {"head_dim": ..., "new_decoder_architecture": True, "num_kv_heads": 2}),
     "gpt2": ("tied", {}),
     "gpt_bigcode": ("tied", {}),
     "gpt_neox": ("dense", NEOX),
@@ -106,15 +106,23 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("moe", EXPERTS),
     "granitemoeshared": ("moe", {**EXPERTS, "shared_intermediate_size": 64}),
     "ernie4_5_moe": ("moe", {**EXPERTS, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1}),
-    "afmoe": ("moe", {**SHARED, "num_dense_layers": 1}),
-    "dbrx": ("moe", {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}, "d_model": 128}),
+    "afmoe": ("moe", {**SHARED, "score_func": "sigmoid", "route_norm": True, "num_dense_layers": 1}),
+    "dbrx": (
+        "moe",
+        {
+            "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+            "d_model": 128,
+            "n_heads": 4,
+        },
+    ),
     "exaone_moe": ("moe", SHARED),
     "flex_olmo": ("moe", EXPERTS),
     "glm4_moe": ("moe", {**SHARED, "n_group": 1, "topk_group": 1}),
     "gpt_oss": ("moe", EXPERTS),
     "hunyuan_v1_moe": ("moe", {**EXPERTS, "moe_topk": 2, "num_shared_expert": 1}),
-    "llama4_text": ("moe", {**EXPERTS, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 1}),
-    "minimax_m2": ("moe", EXPERTS),
+    "llama4_text": ("moe", {**EXPERTS, "num_experts_per_tok": 1, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 1}),
+    "minimax_m2": ("moe", {**EXPERTS, "rotary_dim": 32}),
     "mimo_v2_flash": ("moe", SHARED),
     # latent attention
     "deepseek_v2": ("mla", {**MLA, "q_lora_rank": None, "topk_method": "greedy"}),
@@ -166,6 +174,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba2": (
         "hybrid",
         {
+            "attention_hidden_size": 256,
+            "attention_head_dim": 64,
             "n_mamba_heads": 16,
             "mamba_headdim": 16,
             "mamba_d_state": 16,

@@ -71,7 +71,7 @@ def checkpoints(kind: str, dtype: str, folders: list[Path], file: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     given = COMMON | ARCHITECTURES[kind][1]
-    config = AutoConfig.for_model(kind, **given)
+    config = AutoConfig.for_model(kind, **{name: value for name, value in given.items() if value is not ...})
     for seed, folder in enumerate(folders):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)

@@ -42,6 +42,9 @@ log = logging.getLogger("vllm.refitd")
 IDLE_S = 0.005
 LOOK_S = 1.0
 
+# The end of an output layer's canonical name.
+HEAD = "lm_head.weight"
+
 
 class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
     """vLLM's lifecycle: init registers, update commits a decided version, finish does no work."""
@@ -250,7 +253,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             info.runtime_dir or None, reconnect=False, lives_with=self._lifeline
         )
         rank, world_size, replica = self._place(info)
-        offered = client.tensors(info.model, timeout=min(info.timeout_s, 10.0) if info.follow else info.timeout_s)
+        offered = self._offered(client, info)
         # under the lock, because the model's loader and vLLM's current configuration are not thread-safe, and a
         # registration restores the version of an engine that was restarted
         with self._lock:
@@ -279,6 +282,16 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             time.perf_counter() - started,
             "flip" if target.flips else "are copied",
         )
+
+    def _offered(self, client: refitd.Client, info: RefitdInitInfo) -> Shapes:
+        """Return the trainer's tensors, without an output layer that is tied to its embeddings, as the engine's is."""
+        offered = client.tensors(info.model, timeout=min(info.timeout_s, 10.0) if info.follow else info.timeout_s)
+        heads = [name for name in offered if name.endswith(HEAD)] if self._is_tied() else []
+        tied = tied_names(client, info.model) if heads else set()
+        return {name: one for name, one in offered.items() if name not in heads or name not in tied}
+
+    def _is_tied(self) -> bool:
+        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
 
     @contextlib.contextmanager
     def _if_quantised(self, offered: Shapes) -> Iterator[None]:
@@ -315,7 +328,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         learned = self._learner.learn(offered, rank)
         trace, recomputed = learned.trace, learned.recomputed
         log.info("refitd: layout of %d tensors: %s", len(trace.metadata), trace.proof or "not proven")
-        self._check_unused(trace.unused, lambda: tied_names(client, info.model))
+        self._check_unused(trace.unused)
         if info.adopt and (why := adopt(client, learned, info.timeout_s)):
             log.warning("refitd: versions are copied into this engine's weights, and do not flip: %s", why)
         if recomputed:
@@ -356,17 +369,14 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             return p.rank, p.world_size, f"{replica}-dp{p.data_parallel_index}"
         return p.rank, p.world_size, replica
 
-    def _check_unused(self, unused: tuple[str, ...], tied: Callable[[], set[str]]) -> None:
+    def _check_unused(self, unused: tuple[str, ...]) -> None:
         """Refuse an output layer that the engine would drop; warn of other tensors that it takes nothing of."""
-        is_tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        heads = [name for name in unused if name.endswith("lm_head.weight")] if is_tied else []
-        if heads and heads[0] not in tied():
+        if self._is_tied() and (heads := [name for name in unused if name.endswith(HEAD)]):
             raise refitd.RefusedError(
                 f"the trainer offers {heads[0]}, and this engine's output layer is tied to its embeddings "
                 "(tie_word_embeddings): serve a checkpoint whose config unties them; if the trainer's are tied, "
                 "too, register the module itself, which offers them once"
             )
-        unused = tuple(name for name in unused if name not in heads)
         p = self.parallel_config
         if unused and not (p.pipeline_parallel_size > 1 or p.enable_expert_parallel):  # else others load them
             log.warning(

@@ -209,7 +209,6 @@ def _experts(
     """
     import torch
     from torch.nn.functional import linear
-    from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
 
     ids = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()]
     total = torch.zeros(output.shape, dtype=torch.float32)
@@ -217,12 +216,24 @@ def _experts(
         token, k = (ids == expert).nonzero(as_tuple=True)
         up = linear(hidden_states[token], w1[expert], None if self.w1_bias is None else self.w1_bias[expert])
         inner = up.new_empty(len(token), w2.shape[-1])
-        apply_moe_activation(activation, inner, up)
+        _activate(activation, inner, up)
         down = linear(inner, w2[expert], None if self.w2_bias is None else self.w2_bias[expert]).float()
         if not apply_router_weight_on_input:
             down *= topk_weights[token, k, None].float()
         total.index_add_(0, token, down)
     output.copy_(total)
+
+
+def _activate(activation: Any, output: Any, given: Any) -> None:
+    """Write vLLM's activation function of `given` [tokens, 2 * intermediate] to `output` [tokens, intermediate]."""
+    import torch
+    from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
+
+    if getattr(activation, "value", "") == "swigluoai":  # gpt-oss; vLLM's CPU build has it only inside its packed GEMM
+        gate, up = given[:, ::2].clamp(max=7.0), given[:, 1::2].clamp(-7.0, 7.0)
+        output.copy_((up + 1) * gate * torch.sigmoid(gate * 1.702))
+    else:
+        apply_moe_activation(activation, output, given)
 
 
 def _keep_mla_weights() -> None:

@@ -176,7 +176,8 @@ def is_one_of_many(parallel: Any) -> bool:
     vLLM configures such an engine as if it were alone (`reconfigure_for_independent_dp_rank`). Only its index and this
     bound still show that there are several.
     """
-    return bool(parallel.data_parallel_index or (parallel.elastic_ep_max_dp_size or 1) > 1)
+    bound = getattr(parallel, "elastic_ep_max_dp_size", None)  # since 0.30; before it, the first one counts as alone
+    return bool(parallel.data_parallel_index or (bound or 1) > 1)
 
 
 def _before(method: Callable[..., Any]) -> Callable[..., Any]:
