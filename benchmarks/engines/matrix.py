@@ -23,7 +23,7 @@ COLUMNS = ("vllm", "model", "tp", "on disk", "in memory", "verify", "reload")
 
 def main() -> int:
     """Run each version in turn; return 1 if a refit is not equal to a fresh load."""
-    rows = [row for version in TABLE for row in _rows(f"{version[0]}.{version[1]}")]
+    rows = [row for version in sorted(TABLE, reverse=True) for row in _rows(f"{version[0]}.{version[1]}")]
     (RESULTS / "versions.json").write_text(json.dumps(rows, indent=1) + "\n")
     shown = [[str(row.get(name, "")).replace("|", "/")[:160] for name in COLUMNS] for row in rows]
     lines = [[*COLUMNS], ["---"] * len(COLUMNS), *shown]
