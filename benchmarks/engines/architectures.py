@@ -106,7 +106,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("moe", EXPERTS),
     "granitemoeshared": ("moe", {**EXPERTS, "shared_intermediate_size": 64}),
     "ernie4_5_moe": ("moe", {**EXPERTS, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1}),
-    "afmoe": ("moe", {**SHARED, "score_func": "sigmoid", "route_norm": True, "num_dense_layers": 1}),
+    "afmoe": (
+        "moe",
+        {**SHARED, "score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1, "num_dense_layers": 1},
+    ),
     "dbrx": (
         "moe",
         {
@@ -121,8 +124,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("moe", {**SHARED, "n_group": 1, "topk_group": 1}),
     "gpt_oss": ("moe", EXPERTS),
     "hunyuan_v1_moe": ("moe", {**EXPERTS, "moe_topk": 2, "num_shared_expert": 1}),
-    "llama4_text": ("moe", {**EXPERTS, "num_experts_per_tok": 1, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 1}),
-    "minimax_m2": ("moe", {**EXPERTS, "rotary_dim": 32}),
+    "llama4_text": (
+        "moe",
+        {**EXPERTS, "num_experts_per_tok": 1, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 1},
+    ),
+    "minimax_m2": ("moe", {**EXPERTS, "rotary_dim": 32, "scoring_func": "sigmoid"}),
     "mimo_v2_flash": ("moe", SHARED),
     # latent attention
     "deepseek_v2": ("mla", {**MLA, "q_lora_rank": None, "topk_method": "greedy"}),
