@@ -46,7 +46,7 @@ load torch on first use:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -215,6 +215,12 @@ class Arriving(ABC):
         Raises:
             DeadlineExceeded: they are not written before the run's deadline; names the rank that writes.
         """
+
+    def await_all(self, reads: Iterable[tuple[int, int, int]]) -> None:
+        """Return once all of (arena, first byte, byte behind the last) are written; other arenas are ignored."""
+        for arena, begin, end in reads:
+            if arena in self.arenas:
+                self.wait(arena, begin, end)
 
 
 class PreparedJob(ABC):

@@ -25,6 +25,7 @@ from refitd.errors import TransportError
 # bytes of a unit -> units that one program copies
 UNITS = {16: 1024, 4: 2048, 2: 2048, 1: 2048}
 COLUMNS = 16  # of a table: a cache line per entry
+ROW = 2  # the column with the row's number
 _DIMS = 3  # dimensions of an entry, around its contiguous range
 _MOST_UNITS = 1 << 30  # index arithmetic of the kernel has 32 bits
 _LEAST_BODY = 16  # units that are worth entries of their own
@@ -58,6 +59,12 @@ class Row:
     def nbytes(self) -> int:
         """Bytes to write."""
         return prod(self.size) * self.element
+
+    @property
+    def reads(self) -> tuple[int, int, int]:
+        """The arena that it reads, its first byte there, and the byte behind the last one."""
+        begin, held = self.source.offset, SOURCE_SIZES[self.cast] or self.element
+        return self.source.arena, begin, begin + extent(self.size, self.source.stride, held)
 
 
 def rows(copies: CopyList, sizes: Mapping[int, int], written: set[int]) -> Iterator[Row]:

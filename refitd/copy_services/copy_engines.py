@@ -29,7 +29,7 @@ from refitd.addressing.paths import Path
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import MappedDeviceArena
 from refitd.buffers.cuda_driver import MOST_PITCH, Gpu, Pin, Window
-from refitd.copy_services import DigestMismatch, PreparedJob, RunResult
+from refitd.copy_services import Arriving, DigestMismatch, PreparedJob, RunResult
 from refitd.copy_services.boxes import Box, Row, box
 from refitd.copy_services.waits import Deadline, poll
 from refitd.errors import ArenaError
@@ -156,9 +156,12 @@ class EngineJob(PreparedJob):
         self._source, self._destination = source, destination
         self._copies = 0
         self._chunks: list[list[_Piece]] = []
+        self._reads: dict[int, tuple[int, int, int]] = {}  # of each row, see Row.reads
+        self._arriving: Arriving | None = None
         room = 0
         for row in found:
             self._copies += 1
+            self._reads[row.row] = row.reads
             for part in box(row).cut(WINDOW_BYTES):
                 if part.nbytes > room:
                     self._chunks.append([])
@@ -170,6 +173,11 @@ class EngineJob(PreparedJob):
     @property
     def _engines(self) -> list[Engine]:
         return [engine for engine in (self._source, self._destination) if engine is not None]
+
+    def follow(self, arriving: Arriving | None) -> bool:
+        """See PreparedJob.follow."""
+        self._arriving = arriving
+        return True
 
     def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
         """See PreparedJob.run. After `timeout` the GPU may still write, so the worker must end."""
@@ -183,7 +191,9 @@ class EngineJob(PreparedJob):
             on_progress(done)
 
         try:
-            for number in range(len(self._chunks)):
+            for number, chunk in enumerate(self._chunks):
+                if self._arriving is not None:
+                    self._arriving.await_all(self._reads[row] for row in dict.fromkeys(p.box.row for p in chunk))
                 self._queue(number, verify=verify, is_pinned=is_pinned)
                 if number:
                     finish(number - 1)

@@ -12,7 +12,7 @@ import time
 import warnings
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
@@ -25,8 +25,8 @@ from refitd.addressing.copies import CopyList
 from refitd.addressing.paths import MAIN_MEMORY, Abilities, Path, path
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import MappedDeviceArena
-from refitd.copy_services import Capabilities, MappedCopyService, PreparedJob, RunResult
-from refitd.copy_services.boxes import Row, Table, box, rows, tables
+from refitd.copy_services import Arriving, Capabilities, MappedCopyService, PreparedJob, RunResult
+from refitd.copy_services.boxes import ROW, Row, Table, box, rows, tables
 from refitd.copy_services.copy_engines import Engine, EngineJob, mismatch
 from refitd.copy_services.parts import Part, PartsJob
 from refitd.copy_services.waits import Deadline, DeviceStream, poll
@@ -113,6 +113,19 @@ class _StreamJob(PreparedJob):
         self._way, self._rows = way, found
         self._arenas = arenas
         self._stream = stream
+        self._arriving: Arriving | None = None
+        self._reads: dict[int, tuple[int, int, int]] = {}  # of each row, during a publication
+
+    def follow(self, arriving: Arriving | None) -> bool:
+        """See PreparedJob.follow."""
+        self._arriving = arriving
+        self._reads = {row.row: row.reads for row in self._rows} if arriving is not None else {}
+        return True
+
+    def _await(self, some: Iterable[int]) -> None:
+        """Return once the sources of these rows are written."""
+        if self._arriving is not None:
+            self._arriving.await_all(self._reads[row] for row in some)
 
     @abstractmethod
     def _copy(self) -> Iterator[int]:
@@ -172,7 +185,7 @@ class _KernelJob(_StreamJob):
 
     def _copy(self) -> Iterator[int]:
         for table in self._tables:
-            yield from table.launch(None)
+            yield from table.launch(None, self._await)
 
     def _check(self) -> Callable[[], list[int]]:
         most = 1 + max((row.row for row in self._rows), default=0)
@@ -204,11 +217,15 @@ class _DeviceTable:
         entries, tiles = (torch.from_numpy(part).to(device) for part in (table.entries, table.tiles))
         return cls(table, entries, tiles, launches)
 
-    def launch(self, differing: torch.Tensor | None) -> Iterator[int]:
-        """Copy, or count the differing words of each row; yield the bytes of each launch."""
+    def launch(self, differing: torch.Tensor | None, ready: Callable[[Iterable[int]], object] = tuple) -> Iterator[int]:
+        """Copy, or count the differing words of each row; yield the bytes of each launch.
+
+        `ready` gets the rows of each launch and returns once it may begin.
+        """
         from refitd.copy_services import copy_kernel
 
         for first, count, nbytes in self.launches:
+            ready(np.unique(self.table.entries[self.table.tiles[first : first + count], ROW]).tolist())
             copy_kernel.launch(self.table.kind, self.entries, self.tiles, first, count, differing)
             yield nbytes
 
@@ -223,6 +240,7 @@ class _TensorJob(_StreamJob):
 
     def _copy(self) -> Iterator[int]:
         for one in self._pairs:
+            self._await((one.row,))
             one.destination.copy_(one.readable())
             yield one.nbytes
 

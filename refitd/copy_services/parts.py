@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refitd.copy_services import DigestMismatch, PreparedJob, RunResult
+from refitd.buffers.layout import WHOLE
+from refitd.copy_services import Arriving, DigestMismatch, PreparedJob, RunResult
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -24,6 +25,14 @@ class PartsJob(PreparedJob):
 
     def __init__(self, parts: list[Part], empty: int = 0) -> None:
         self._parts, self._empty = parts, empty
+        self._arriving: Arriving | None = None
+        self._unable: list[Part] = []  # they begin once everything is written
+
+    def follow(self, arriving: Arriving | None) -> bool:
+        """See PreparedJob.follow."""
+        self._unable = [part for part in self._parts if not part.job.follow(arriving)]
+        self._arriving = arriving
+        return True
 
     def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
         """See PreparedJob.run; `timeout` applies to each part."""
@@ -32,7 +41,9 @@ class PartsJob(PreparedJob):
         def progress(bytes_done: int) -> None:
             on_progress(sum(result.bytes for result in done) + bytes_done)
 
-        for part in self._parts:
+        for part in sorted(self._parts, key=lambda part: part in self._unable):
+            if self._arriving is not None and part in self._unable:
+                self._arriving.await_all((arena, 0, WHOLE) for arena in sorted(self._arriving.arenas))
             try:
                 done.append(part.job.run(verify=verify, on_progress=progress, timeout=timeout))
             except DigestMismatch as exc:

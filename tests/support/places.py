@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from refitd.addressing.copies import CopyList, cut
 from refitd.addressing.places import Int64, LocalTensor, Places, places_of
+from refitd.copy_services import Arriving
+
+
+class LateWriter(Arriving):
+    """A publication into one arena that writes bytes once a job waits for them.
+
+    `waits` has the result of `write(begin, end)` by (begin, end), in their order.
+    """
+
+    def __init__(self, arena: int, write: Callable[[int, int], object]) -> None:
+        self.arenas, self._write = frozenset({arena}), write
+        self.waits: dict[tuple[int, int], object] = {}
+
+    def holds(self, arena: int, begin: int, end: int) -> bool:
+        return (begin, end) in self.waits
+
+    def wait(self, arena: int, begin: int, end: int) -> None:
+        if not self.holds(arena, begin, end):
+            self.waits[begin, end] = self._write(begin, end)
 
 
 def by_rank(tensors: Mapping[tuple[int, str], LocalTensor]) -> dict[int, Places]:

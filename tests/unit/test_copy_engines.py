@@ -7,6 +7,7 @@ import logging
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from refitd.copy_services import DigestMismatch, copy_engines
 from refitd.copy_services.cuda import CudaCopyService
 from refitd.errors import ArenaError, DeadlineExceeded
 from tests.support.fake_calls import Calls, calls, failing
-from tests.support.places import copies_of
+from tests.support.places import LateWriter, copies_of
 from tests.unit.test_gpu_copies import random_tensor
 
 __all__ = ["calls"]
@@ -100,6 +101,28 @@ def test_every_stride_arrives_and_nothing_else_changes(
     assert result.copies == 12 and result.bytes == int(copies.row_bytes.sum()) == told[-1] and told == sorted(told)
     assert result.paths == (Path.WINDOWS if pins or name == "to another GPU" else Path.PINNED,)
     job.run(verify=verify, on_progress=told.append)
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("pins", ["", "refused"])
+def test_a_chunk_is_copied_once_its_source_is_written_while_later_ones_are_not(
+    copier: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: str, pins: str
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_PINS", pins)
+    source, target = copier.ends(name)
+    new, told = 255 - source, list[int]()
+    writer = LateWriter(1, lambda begin, end: (np.copyto(source[begin:end], new[begin:end]), len(told))[1])
+    ends = [LocalTensor(arena, 0, (3000,), (1,)) for arena in (1, 2)]
+    copies = copies_of([(*(replace(end, offset=at) for end in ends), 1) for at in range(0, 16000, 4000)])
+    job = copier.service.prepare(copies, copier.arenas)
+    assert job.follow(writer)
+    job.run(verify=True, on_progress=told.append)
+    assert list(writer.waits) == [(at, at + 3000) for at in range(0, 16000, 4000)]
+    assert all(np.array_equal(target[begin:end], new[begin:end]) for begin, end in writer.waits)
+    assert [*writer.waits.values()][-1] > 0, "earlier chunks had arrived"
+    assert job.follow(None)
+    job.run(verify=True, on_progress=told.append)
+    assert len(writer.waits) == 4
 
 
 @pytest.mark.parametrize("name", ENDS)

@@ -140,7 +140,7 @@ import contextlib, torch
 from types import SimpleNamespace
 from refitd.addressing.places import LocalTensor
 from refitd.copy_services import DigestMismatch, boxes, copy_kernel, cuda
-from tests.support.places import copies_of
+from tests.support.places import LateWriter, copies_of
 
 class Stream:
     device = torch.device("cpu")
@@ -159,7 +159,14 @@ told = []
 assert job.run(verify=True, on_progress=told.append).bytes == 200000
 assert len(told) >= 3 and told[-1] == 200000 and told == sorted(told), told
 assert torch.equal(memory[1][:200000], memory[2][:200000])
-launch = copy_kernel.launch
+launches, launch = [], copy_kernel.launch
+copy_kernel.launch = lambda *given: (launches.append(given[3]), launch(*given))
+writer = LateWriter(1, lambda begin, end: (memory[1][begin:end].add_(1), len(launches))[1])
+assert job.follow(writer)
+job.run(verify=False, on_progress=told.append)
+assert list(writer.waits) == [(0, 100000), (100000, 200000)] and [*writer.waits.values()][1] > 0, writer.waits
+assert torch.equal(memory[1][:200000], memory[2][:200000])
+job.follow(None)
 
 def spoiled(kind, entries, tiles, first, count, differing):
     if differing is not None:

@@ -19,7 +19,7 @@ from refitd.copy_services.waits import Deadline, DeviceStream, on_streams
 from refitd.dtypes import CASTS
 from tests.support import fake_cuda
 from tests.support.fake_torch import device_shim
-from tests.support.places import copies_of
+from tests.support.places import LateWriter, copies_of
 
 COUNT = 1024
 Arenas = list[MappedDeviceArena]
@@ -81,6 +81,18 @@ def test_a_cast_sees_earlier_work_and_is_done_when_its_job_ends(arenas: Arenas, 
     told: list[int] = []
     service.prepare(copies, {1: source, 2: target}).run(verify=verify, on_progress=told.append)
     assert held(target, torch.bfloat16) == torch.arange(COUNT).bfloat16().tolist() and told == [2 * COUNT]
+    service.close()
+
+
+def test_tensors_are_copied_once_their_source_is_written(arenas: Arenas) -> None:
+    source, target = arenas
+    writer = LateWriter(1, lambda begin, end: source.tensor[begin:end].fill_(9))
+    halves = [[LocalTensor(arena, at, (COUNT,), (1,)) for arena in (1, 2)] for at in (0, COUNT)]
+    service = CudaCopyService(0)
+    job = service.prepare(copies_of([(*ends, 1) for ends in halves]), {1: source, 2: target})
+    assert job.follow(writer)
+    job.run(verify=True, on_progress=lambda done: None)
+    assert list(writer.waits) == [(0, COUNT), (COUNT, 2 * COUNT)] and set(held(target, count=2 * COUNT)) == {9}
     service.close()
 
 
