@@ -31,6 +31,7 @@ BENCHMARKS = {
     "coordinator": "benchmarks.coordinator",
     "observing": "benchmarks.observing",
     "kernels": "benchmarks.kernels",
+    "docs": "benchmarks.docs",
 }
 
 

@@ -15,6 +15,7 @@ import click
 import pytest
 import yaml
 
+from benchmarks import docs
 from refitd import errors, logs
 from refitd.errors import RefusedError
 from refitd_cli import control
@@ -140,3 +141,9 @@ def test_verls_example_names_the_adapter() -> None:
 def test_the_document_shows_the_tables_that_the_code_looks_up() -> None:
     text = DOCUMENT.read_text()
     assert text == drawn(text), "docs/design.md is not what the tables are; run scripts/states"
+
+
+@pytest.mark.parametrize("task", docs.TASKS, ids=lambda task: task.asks)
+def test_a_task_is_answered_on_one_page_within_a_minute(task: docs.Task) -> None:
+    found = docs.measured(task)
+    assert found["pages"] <= docs.PAGES and found["seconds"] < docs.LIMIT_S
