@@ -38,7 +38,7 @@ from refitd.text import flaw
 
 KEYGEN = "`refitctl keygen NAME` makes keys"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-PUBLIC_SUFFIX = ".pub"
+SECRET_SUFFIX, PUBLIC_SUFFIX = ".key", ".pub"
 _MAX_BYTES = 1 << 20
 _OPEN_TO_OTHERS = 0o077
 _WRITABLE_BY_OTHERS = 0o022
@@ -105,7 +105,7 @@ def write(pair: KeyPair, directory: Path, *, replace: bool = False) -> tuple[Pat
     Raises:
         ConfigError: a file exists and may not be replaced, or cannot be written.
     """
-    secret_path, public_path = (directory / f"{pair.name}{suffix}" for suffix in (".key", PUBLIC_SUFFIX))
+    secret_path, public_path = (directory / f"{pair.name}{suffix}" for suffix in (SECRET_SUFFIX, PUBLIC_SUFFIX))
     text = (
         f"# The secret key of {pair.name}, for nobody but its process. {public_path.name} is for the others.\n"
         f'name = "{pair.name}"\npublic = "{pair.public}"\nsecret = "{pair.secret}"\n'
@@ -205,11 +205,12 @@ def _entry(name: str, words: list[str]) -> Allowed:
 
 
 def is_path(text: str) -> bool:
-    """Whether a setting is a path: it is absolute, ends in .pub, or names an existing file.
+    """Whether a setting is a path: it begins with /, ./ or ../, ends as a key file does, or names an existing file.
 
     A path of 40 characters may be a well-formed key, because Z85 has the slash and the dot.
     """
-    return os.path.isabs(text) or text.endswith(PUBLIC_SUFFIX) or os.path.exists(text)
+    begins, ends = text.startswith(("/", "./", "../")), text.endswith((PUBLIC_SUFFIX, SECRET_SUFFIX))
+    return begins or ends or os.path.exists(text)
 
 
 def is_key(text: str) -> bool:

@@ -126,13 +126,22 @@ def test_a_list_of_keys_that_is_wrong_is_refused_by_its_line(tmp_path, pair, tex
         keys.read_list(listed)
 
 
-@pytest.mark.parametrize("text", ["", "x" * 39, "x" * 41, "head.key", "é" * 40, "#" * 40])
+@pytest.mark.parametrize("text", ["", "x" * 39, "x" * 41, "é" * 40, "#" * 40])
 def test_server_key_is_a_key_or_a_pub_file(text):
     with pytest.raises(ConfigError, match=r"neither a public key .* nor a \.pub file"):
         keys.read_public(text)
 
 
-@pytest.mark.parametrize("path", ["/etc/refitd/" + "x" * 24 + ".pub", "/etc/refitd/cluster/coordinator-head.key"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/etc/refitd/" + "x" * 24 + ".pub",
+        "/etc/refitd/cluster/coordinator-head.key",
+        "./" + "x" * 38,
+        "../keys/" + "x" * 32,
+        "x" * 36 + ".key",
+    ],
+)
 def test_path_with_the_form_of_a_key_is_a_path(path):
     assert keys.is_key(path)
     with pytest.raises(ConfigError, match=f"{path}: cannot be read"):
