@@ -144,12 +144,12 @@ def test_server_key_is_a_key_or_a_pub_file(text):
 )
 def test_path_with_the_form_of_a_key_is_a_path(path):
     assert keys.is_key(path)
-    with pytest.raises(ConfigError, match=f"{path}: cannot be read"):
+    with pytest.raises(ConfigError, match=f"{Path(path)}: cannot be read"):
         keys.read_public(path)
     config = Config(
         coordinator=CoordinatorConfig(endpoint="tcp://h:1"), security=SecurityConfig(key=path, server_key="x" * 40)
     )
-    with pytest.raises(ConfigError, match=f"{path}: cannot be read"):
+    with pytest.raises(ConfigError, match=f"{Path(path)}: cannot be read"):
         daemon_keys(config)
 
 
