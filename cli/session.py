@@ -65,6 +65,31 @@ class Session:
             people(report)
 
 
+class Connection:
+    """A session's connection, which is made again after the daemon was away."""
+
+    def __init__(self, session: Session) -> None:
+        """Connect at the first use."""
+        self._session = session
+        self._client: Client | None = None
+
+    @contextmanager
+    def client(self) -> Iterator[Client]:
+        """Yield the client, connected now if it is not; an error in the block closes it."""
+        try:
+            self._client = self._client or self._session.connect()
+            yield self._client
+        except RefitdError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the connection."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+
 def prints(function: Callable[..., int | None]) -> Callable[..., Any]:
     """Add --json; the command gets a Session first. It returns its exit status, None for 0."""
 

@@ -16,7 +16,7 @@ from refitd_cli.dashboard import Pages, Shown
 from refitd_cli.opened import Opened
 from refitd_cli.output import say
 from refitd_cli.printed import DashboardServed
-from refitd_cli.session import Duration, Session, asks
+from refitd_cli.session import Connection, Duration, Session, asks
 
 if TYPE_CHECKING:
     from refitd.client import Client
@@ -68,8 +68,7 @@ class Latest:
     """
 
     def __init__(self, session: Session) -> None:
-        self._session = session
-        self._client: Client | None = None
+        self._connection = Connection(session)
         self.shown = Shown(None, (), time.time())
         self.opened = Opened()
         self._asking = Thread()
@@ -81,17 +80,16 @@ class Latest:
             ConfigError, RefusedError: this program may not ask, or asks in a wrong place.
         """
         try:
-            self._client = self._client or self._session.connect()
-            status, history = self._client.status(), self._client.history("", SWAPS)
+            with self._connection.client() as client:
+                status, history = client.status(), client.history("", SWAPS)
         except RefitdError as exc:
-            self.close()
             if self.shown.status is None and isinstance(exc, ConfigError | RefusedError):
                 raise
             self.shown = Shown(self.shown.status, self.shown.swaps, self.shown.at, str(exc))
         else:
             self.shown = Shown(status, history.swaps, time.time())
             if not self._asking.is_alive():
-                self._asking = Thread(target=self._ask, args=(self._client, status), name="refitd-opened", daemon=True)
+                self._asking = Thread(target=self._ask, args=(client, status), name="refitd-opened", daemon=True)
                 self._asking.start()
 
     def _ask(self, client: Client, status: StatusReport) -> None:
@@ -101,8 +99,6 @@ class Latest:
 
     def close(self) -> None:
         """Close the connection."""
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()  # which ends what is being asked
-            if self._asking.is_alive():
-                self._asking.join(CLOSE_S)
+        self._connection.close()  # which ends what is being asked
+        if self._asking.is_alive():
+            self._asking.join(CLOSE_S)

@@ -27,14 +27,13 @@ from refitd_cli.output import (
     version,
     versions,
 )
-from refitd_cli.session import Duration, Session, asks, model_names, node_names
+from refitd_cli.session import Connection, Duration, Session, asks, model_names, node_names
 from refitd_cli.view import NO_MODELS, print_parts, screen_parts, status_parts
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.progress import TaskID
 
-    from refitd.client import Client
 
 RETRY_S = 1.0  # how often a daemon that is away is looked for, at least
 DAY_S = 86400.0
@@ -94,18 +93,14 @@ def refreshes(session: Session, interval_s: float, wait_s: float) -> Generator[S
     Raises:
         TransportError: there was no daemon to begin with, or one has been away for more than `wait_s` seconds.
     """
-    client: Client | None = None
     seen = False
     gone_at: float | None = None
-    try:
+    with closing(Connection(session)) as connection:
         while True:
             try:
-                client = client or session.connect()
-                report = client.status()
+                with connection.client() as client:
+                    report = client.status()
             except TransportError as exc:
-                if client is not None:
-                    client.close()
-                    client = None
                 if not seen:
                     raise
                 now = time.monotonic()
@@ -118,9 +113,6 @@ def refreshes(session: Session, interval_s: float, wait_s: float) -> Generator[S
                 seen, gone_at = True, None
                 yield report
                 time.sleep(interval_s)
-    finally:
-        if client is not None:
-            client.close()
 
 
 class Display(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,10 @@ import click
 from refitd.errors import DeadlineExceeded, TransportError
 from refitd.protocol.reports import ModelStatus, StatusReport
 from refitd_cli.output import counted, say, version
-from refitd_cli.session import Duration, Session, asks, model_names
+from refitd_cli.session import Connection, Duration, Session, asks, model_names
 
 if TYPE_CHECKING:
-    from refitd.client import Client
+    pass
 
 PAUSE_S = 0.1
 
@@ -71,28 +72,20 @@ def wait(session: Session, model: str | None, goal: Goal, timeout: float) -> Non
 
 
 def _reached(session: Session, model: str | None, goal: Goal, deadline: float, timeout: float) -> StatusReport:
-    client: Client | None = None
-    try:
+    with closing(Connection(session)) as connection:
         while True:
             try:
-                client = client or session.connect()
-                report = client.status(timeout=max(1.0, deadline - time.monotonic()))
-                lacks = missing(report, model, goal)
-                if not lacks:
+                with connection.client() as client:
+                    report = client.status(timeout=max(1.0, deadline - time.monotonic()))
+                if not (lacks := missing(report, model, goal)):
                     return report
             except TransportError as exc:
                 lacks = str(exc)
-                if client is not None:
-                    client.close()
-                    client = None
             if time.monotonic() >= deadline:
                 subject = f"model {model!r}" if model else "this node"
                 advice = f"; see `refitctl status{f' {model}' if model else ''}`, or raise --timeout"
                 raise DeadlineExceeded(f"{subject}: not reached within {timeout:g} s: {lacks}{advice}")
             time.sleep(PAUSE_S)
-    finally:
-        if client is not None:
-            client.close()
 
 
 def missing(report: StatusReport, model: str | None, goal: Goal) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,15 +15,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypedDict, Unpack
 
 from refitd.errors import TransportError
+from refitd.protocol import keys
 from refitd.testing import processes
 from refitd.testing.processes import END_S, START_S, Process, ProcessFailed, eventually, read_word
 
 if TYPE_CHECKING:
     from refitd.client import Client
     from refitd.protocol.reports import NodeStatus, StatusReport
-import socket
-
-from refitd.protocol import keys
 
 LOG_TAIL = 20_000  # characters of a log that an error shows
 _MARK = "TESTED_IN"  # environment variable of all processes started here, which their children inherit
