@@ -120,7 +120,7 @@ def measure(case: models.Case) -> dict[str, Any]:
     """Run one case in this process."""
     from refitd.plan.build import plan_copies
     from refitd.plan.cost import traffic_of
-    from refitd_cli.cost import balance_of
+    from refitd_cli.layouts import balance_of
 
     received = registrations(case)
     gc.collect()

@@ -22,7 +22,7 @@ from refitd.dtypes import dtype_name
 from refitd.errors import ConfigError, PlanError
 from refitd.plan.table import CopyTable
 from refitd_cli.group import EXIT_FAILED, error_object
-from refitd_cli.layouts import manifest_options, read_manifests
+from refitd_cli.layouts import copies_of, manifest_options, read_manifests
 from refitd_cli.output import print_json, rank_ranges, say, size, to_json
 from refitd_cli.printed import Box, BoxSent, Explained, HeldBoxes, TensorExplained
 from refitd_cli.session import Session, prints
@@ -300,8 +300,6 @@ def explain(
 
 
 def _pieces(picture: Picture, plan: GlobalPlan | None) -> list[BoxSent]:
-    from refitd_cli.cost import copies_of
-
     return pieces(picture, copies_of(plan, picture.tensor)) if plan is not None else []
 
 

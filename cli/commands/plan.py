@@ -10,7 +10,7 @@ import click
 
 from refitd.errors import ConfigError
 from refitd.protocol.plan_reports import CableTraffic, PairTraffic, ParameterTraffic, PlanReport, Relaying
-from refitd_cli.layouts import ManifestPlan, RankNumbers, manifest_options, planned
+from refitd_cli.layouts import ManifestPlan, RankNumbers, balance_of, in_a_swap, manifest_options, memory_of, planned
 from refitd_cli.output import duration, print_table, say, size
 from refitd_cli.printed import ManifestPlanned, ParameterSent, RankMemory, RankPair, Senders
 from refitd_cli.session import Session, asks, model_names
@@ -172,7 +172,6 @@ def _title(what: str, shown: int, total: int) -> str:
 def _offline(session: Session, found: ManifestPlan, top: int, html_file: str | None) -> None:
     """Show a plan between manifests."""
     from refitd.plan.cost import traffic_of
-    from refitd_cli.cost import balance_of, in_a_swap, memory_of
 
     traffic = traffic_of(found.plan)
     balance = balance_of(traffic, found.rosters)

@@ -14,7 +14,7 @@ from refitd.offline.rosters import rosters_of
 from refitd.plan.build import plan_copies
 from refitd.plan.cost import flows_of, traffic_of
 from refitd.plan.routes import routes_of
-from refitd_cli.cost import balance_of, copies_of, in_a_swap, memory_of
+from refitd_cli.layouts import balance_of, copies_of, in_a_swap, memory_of
 
 WEIGHT = {"name": "w", "shape": [8, 4], "dtype": "float32", "split": {"dim": 0}, "stage": "every"}
 NORM = {"name": "norm", "shape": [3], "dtype": "float32", "stage": "every"}
