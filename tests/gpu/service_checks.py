@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import statistics
@@ -28,13 +29,15 @@ def running_daemon(
 ) -> Iterator[Daemon]:
     """Run a daemon with its own coordinator, or with that of the daemon whose endpoint is given."""
     with tempfile.TemporaryDirectory(prefix="rfg") as folder:
-        Path(folder, "refitd_cli").symlink_to(ROOT / "cli")  # which is installed under this name
-        path = os.pathsep.join([folder, str(ROOT), os.environ.get("PYTHONPATH", "")])
+        given = dict(environment)
+        if importlib.util.find_spec("refitd_cli") is None:
+            Path(folder, "refitd_cli").symlink_to(ROOT / "cli")  # which is installed under this name
+            given["PYTHONPATH"] = os.pathsep.join([folder, str(ROOT), os.environ.get("PYTHONPATH", "")])
         deadlines = f"[deadlines]\nplan_s = {seconds}\nstage_s = {seconds}\ncommit_s = {seconds}\n"
         config = deadlines + f'[transport]\nservice = "{service}"\n'
         # each worker of an emulated GPU takes seconds to import torch
         options = {"name": node, "workers": 1 if GPU.is_emulated else 2, "joins": joins, "folder": Path(folder)}
-        with Daemon(config, environment={"PYTHONPATH": path, **environment}, **options) as daemon:
+        with Daemon(config, environment=given, **options) as daemon:
             yield daemon
 
 
