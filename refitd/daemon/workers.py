@@ -38,6 +38,7 @@ from refitd.protocol.reports import LaneStatus
 # If a worker dies this often in a row, each time this soon after its start, it is restarted after a pause.
 MAX_QUICK_DEATHS = 5
 _QUICK_S = 2.0
+_EXIT_S = 5.0  # for the exit of a worker that has closed its socket; then it is killed
 
 
 @dataclass(slots=True)
@@ -48,6 +49,8 @@ class _Process:
     outbox: deque[tuple[bytes, tuple[int, ...]]] = field(default_factory=deque)
     awaits_room: bool = False  # polling reports when its socket has room for the outbox
     lost: bool = False
+    exit_fd: int = -1  # a pidfd, polled instead of the socket once the worker has closed that
+    exits_by: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,7 @@ class Workers:
             if fds:
                 handoff.close_all(fds)
             process.outbox.popleft()
-        if not process.lost and bool(process.outbox) != process.awaits_room:
+        if not process.lost and process.exit_fd < 0 and bool(process.outbox) != process.awaits_room:
             process.awaits_room = bool(process.outbox)
             self._on_change(process.socket.fileno(), select.POLLIN | (select.POLLOUT if process.outbox else 0))
 
@@ -152,7 +155,10 @@ class Workers:
         )
 
     def start_due(self, now: float) -> list[int]:
-        """Start the workers whose pause is over; return the ones that started."""
+        """Start the workers whose pause is over, kill the ones that do not exit; return the ones that started."""
+        for process in self._processes:
+            if process.exit_fd >= 0 and not process.lost and now >= process.exits_by:
+                process.popen.kill()
         due = [worker for worker, at in self.down.items() if now >= at]
         return [worker for worker in due if self._replace(worker)]
 
@@ -172,6 +178,8 @@ class Workers:
             except RefitdError as exc:
                 if said and isinstance(exc, PeerLost):
                     return said  # the socket stays readable: its end is reported next time
+                if isinstance(exc, PeerLost) and self._awaits_exit(worker, process):
+                    return said
                 how = self._end(process) if isinstance(exc, PeerLost) else f"said nonsense: {exc}"
                 self._end(process)
                 self._died(worker, how, time.monotonic() - process.started < _QUICK_S)
@@ -239,37 +247,36 @@ class Workers:
         self._on_change(ours.fileno(), select.POLLIN)
         return _Process(popen, ours, time.monotonic())
 
+    def _awaits_exit(self, worker: int, process: _Process) -> bool:
+        """Whether a worker that has closed its socket has still to exit; polling then reports its exit."""
+        with contextlib.suppress(OSError):  # no descriptor is left
+            if process.exit_fd < 0 and process.popen.poll() is None:
+                process.exit_fd, process.exits_by = os.pidfd_open(process.popen.pid), time.monotonic() + _EXIT_S
+                self._forget(process.socket.fileno())
+                self.fds[process.exit_fd] = worker
+                self._on_change(process.exit_fd, select.POLLIN)
+        return process.exit_fd >= 0 and process.popen.poll() is None
+
+    def _forget(self, fd: int) -> None:
+        del self.fds[fd]
+        self._on_change(fd, 0)
+
     def _end(self, process: _Process) -> str:
         if process.lost:
             return ""
         process.lost = True
-        del self.fds[process.socket.fileno()]
-        self._on_change(process.socket.fileno(), 0)
-        with contextlib.suppress(ProcessLookupError):
-            # a worker that closed its socket is already ending: wait for its own exit status
-            try:
-                status = process.popen.wait(0.2) if _at_end(process.socket) else None
-            except subprocess.TimeoutExpired:
-                status = None
-            if status is None:
-                process.popen.kill()
+        self._forget(process.socket.fileno() if process.exit_fd < 0 else process.exit_fd)
+        process.popen.kill()  # without effect if it has exited
         status = process.popen.wait()
         process.socket.close()
+        if process.exit_fd >= 0:
+            os.close(process.exit_fd)
         for _, fds in process.outbox:
             handoff.close_all(fds)
         process.outbox.clear()
         if status == sidecar.NO_MEMORY_STATUS:
             return "got no memory (the machine, a cgroup, RLIMIT_AS or vm.max_map_count; see the daemon's log)"
         return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-
-
-def _at_end(sock: socket.socket) -> bool:
-    try:
-        return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
 
 
 def _memory_file(block: bytes) -> int:
