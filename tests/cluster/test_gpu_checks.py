@@ -11,7 +11,6 @@ import pytest
 
 from tests.support import programs
 
-
 # flips of other sizes and daemons with other services run the same code
 QUICK = (
     *("arena", "copies", "host-copies", "flip-1", "graph", "mxfp8", "digest", "service"),
