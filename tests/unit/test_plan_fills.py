@@ -11,7 +11,7 @@ import pytest
 from refitd import Roster, Tile
 from refitd.dtypes import ELEMENT_SIZES, fill_pattern
 from refitd.plan.boxes import left_out
-from refitd.plan.build import plan_copies
+from refitd.plan.build import plan_copies, plan_reshard
 from refitd.plan.table import FillTable
 from refitd.testing import oracle
 from tests.support.fused import without_padding
@@ -59,6 +59,12 @@ def test_gaps_between_the_parts_of_a_fused_tensor_are_filled_once() -> None:
     plan = plan_copies(rosters([replicated("a", (3,), [0]), replicated("b", (2,), [0])], [{1: fused}]))
     # elements 0 and 8 in one box, 4 and 5 in another
     assert listed(plan.fills) == [(1, "ab", 0x3F80, 0, [2, 1], [8, 1]), (1, "ab", 0x3F80, 4, [1, 2], [0, 1])]
+
+
+def test_every_rank_reads_its_own_fills() -> None:
+    plans = plan_reshard(vocabulary(None, 0.0))
+    assert plans[0].fills is None and plans[11].fills is None
+    assert plans[13].fills is not None and listed(plans[13].fills) == [(13, "emb", 0, 0, [12], [1])]
 
 
 def test_ranks_that_pad_alike_share_their_fills() -> None:
