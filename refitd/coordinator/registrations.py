@@ -165,9 +165,9 @@ def _replaced_by(membership: Membership, a: cluster.AddShard) -> list[Member]:
     Raises:
         RefusedError: the rank is taken, or attached ranks have another size or another `controlled`.
     """
-    pool, what = membership.sources, f"model {membership.name!r} source"
-    if a.role != "source":
-        pool, what = membership.pool(a.replica), f"model {membership.name!r} replica {a.replica!r}"
+    is_source = a.role == "source"
+    pool = membership.sources if is_source else membership.pool(a.replica)
+    what = f"model {membership.name!r} " + ("source" if is_source else f"replica {a.replica!r}")
     # two attached ranks are enough: each agreed with all others when it registered, also on the size of the pool
     for other in itertools.islice((other for other in pool.values() if other.source.attached), 2):
         if other.added.world_size != a.world_size:
