@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from refitd.errors import ConfigError
-from refitd.protocol.plan_reports import CableTraffic, PairTraffic, ParameterTraffic, PlanReport, Relaying
+from refitd.protocol.plan_reports import CableTraffic, LiveMemory, PairTraffic, ParameterTraffic, PlanReport, Relaying
+from refitd.states import CommitMode
 from refitd_cli.layouts import ManifestPlan, RankNumbers, balance_of, in_a_swap, manifest_options, memory_of, planned
 from refitd_cli.output import duration, print_table, say, size
 from refitd_cli.printed import ManifestPlanned, ParameterSent, RankMemory, RankPair, Senders
@@ -67,7 +68,7 @@ def _explain(report: PlanReport, top: int) -> None:
     shown = report.memory[: top or None]
     print_table(
         _title("memory to go live", len(shown), len(report.memory)),
-        ("replica", ">rank", "mode", "on", ">live", ">beside it", ">in all", ">pause"),
+        ("replica", ">rank", "mode", "on", ">live", ">beside it", ">in all", ">pause", "the other way"),
         (
             (
                 one.replica,
@@ -78,10 +79,19 @@ def _explain(report: PlanReport, top: int) -> None:
                 size(one.staging_bytes),
                 f"{(one.held_bytes + one.staging_bytes) / one.held_bytes:.1f}x" if one.held_bytes else "-",
                 "not measured" if one.pause_s is None else duration(one.pause_s),
+                _other_way(one),
             )
             for one in shown
         ),
     )
+
+
+def _other_way(one: LiveMemory) -> str:
+    """Return the memory and the pause that a target would need if it went live another way."""
+    if one.other_way == CommitMode.FLIP:
+        return f"flip: {size(2 * one.held_bytes)}, and a pause without the copy"
+    pause = "as long as a swap stages" if one.stage_s is None else f"of about {duration(one.stage_s)}"
+    return f"in place: {size(one.held_bytes)}, and a pause {pause}"
 
 
 def _show(report: PlanReport, top: int, explain: bool) -> None:

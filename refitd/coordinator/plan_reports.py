@@ -26,7 +26,7 @@ from refitd.protocol.plan_reports import (
     RelayPath,
 )
 from refitd.protocol.reports import SwapReport
-from refitd.states import MemberState
+from refitd.states import MemberState, SwapOutcome
 
 
 def plan_answer(
@@ -94,6 +94,7 @@ def _memory(membership: Membership, last: SwapReport | None) -> tuple[LiveMemory
             held_bytes=m.added.held_bytes,
             staging_bytes=m.added.staging_bytes,
             pause_s=pauses.get((replica, rank)),
+            stage_s=last.stage_s if last is not None and last.outcome == SwapOutcome.COMMITTED else None,
         )
         for (replica, rank), m in sorted(membership.targets.items())
     )

@@ -95,6 +95,12 @@ class LiveMemory(Value, frozen=True, rename={"mode": "way"}):
     held_bytes: Count  # its live tensors
     staging_bytes: Count  # beside them
     pause_s: Seconds | None = None  # None: not measured
+    stage_s: Seconds | None = None  # of the last swap; an engine that is written in place pauses as long
+
+    @property
+    def other_way(self) -> CommitMode:
+        """The way to go live with the other need for memory: twice as much as in place, and a short pause."""
+        return CommitMode.FLIP if self.mode == CommitMode.IN_PLACE else CommitMode.IN_PLACE
 
 
 class PlanReport(Message, frozen=True):

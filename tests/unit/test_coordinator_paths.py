@@ -114,8 +114,11 @@ def test_the_memory_of_each_target_and_its_last_pause() -> None:
     ]
     assert before == [("copies", "copy", "", 100, 40, None), ("flips", "flip", "GPU-a", 100, 100, None)]
     h.say("n0", local.Publish(member="src", version=1))
-    swap = h.until_staging()
+    swap, began = h.until_staging(), h.now
+    h.now += 2.0
     h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
     for member, paused_s in (("flips", 0.25), ("copies", 0.5)):
         h.say("n0", local.CommitDone(swap=swap, member=member, paused_s=paused_s))
-    assert [one.pause_s for one in asked(h).memory] == [0.5, 0.25]
+    found = asked(h).memory
+    assert [one.pause_s for one in found] == [0.5, 0.25]
+    assert [one.other_way for one in found] == ["in-place"] * 2 and {one.stage_s for one in found} == {h.now - began}
