@@ -117,7 +117,8 @@ def _traced(
         if isinstance(exc, ThreadRaised):
             raise
         raise RefusedError(
-            f"the loader raised{_at(tracer.last, shapes)}: {type(exc).__name__}: {exc}{around(exc)} ({site_of(exc)})"
+            f"the loader raised{_at(tracer.last, shapes)}: {type(exc).__name__}: {exc}{around(exc)} ({site_of(exc)}); "
+            "offer the tensors that it takes: those of the checkpoint that the engine was started with"
         ) from exc
     finally:
         changes = isolation.put_back(following.written)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 import refitd
-from refitd.adapters.engines import Retries, check_covered, check_shapes
+from refitd.adapters.engines import Learner, Retries, check_covered, check_shapes
 from refitd.adapters.streams import Shapes
 from tests.support.engine_stand_ins import vllm_config, vllm_modules
 
@@ -137,10 +138,62 @@ def test_weights_that_the_trainer_calls_otherwise_are_refused_with_the_nearest_n
     params = {"model.layers.6.mlp.down_proj.weight": torch.zeros(2), "none": torch.zeros(0)}
     with pytest.raises(refitd.RefusedError, match=r"goes to 1 weights of the engine: model\.layers\.6") as refused:
         check_covered(left, params)
-    close = str(refused.value).partition("(nearest first) ")[2].split(", ")
+    close = str(refused.value).partition("(nearest first) ")[2].partition("; offer")[0].split(", ")
     assert close[0] == offers[6] and len(close) == 5 and "norm.bias" not in close
     with pytest.raises(refitd.RefusedError, match="of what it offers, the engine takes all"):
         check_covered(refitd.LoaderTrace({}, {}, ("none",), ()), {"none": torch.zeros(1)})
+
+
+def strict(model: Model, weights: Any) -> None:
+    for name, weight in weights:
+        assert name == "w", f"no parameter named {name}"
+        model.w.data.copy_(weight)
+
+
+def scaled(model: Model, weights: Any) -> None:
+    """Load as a plugin does that patches a loader, or a model's own code (trust_remote_code)."""
+    for name, weight in weights:
+        if name == "w":
+            model.w.data.copy_(weight / weight.abs().max())
+
+
+def kept(model: Model, weights: Any) -> None:
+    """Load the first time only."""
+    for name, weight in weights:
+        if name == "w" and not hasattr(model, "is_loaded"):
+            model.w.data.copy_(weight)
+            model.is_loaded = True
+
+
+@pytest.mark.parametrize(
+    ("load", "offered", "says"),
+    [
+        (Model.load_weights, {"v": (4,)}, "goes to 1 weights of the engine: w; .* takes nothing of .* v; offer these"),
+        (strict, {"w": (4,), "more": (4,)}, r"'more', which is offered as \[4\] of float32: .*no parameter named more"),
+        (Model.load_weights, {"w": (8,)}, r"w: the trainer offers \[8\], the checkpoint .* has \[4\] .* start the"),
+    ],
+)
+def test_bad_offers_are_refused_with_the_tensor_both_sides_and_a_way_out(
+    load: Callable[..., None], offered: dict[str, tuple[int, ...]], says: str
+) -> None:
+    model = Model()
+    learner = Learner(model, functools.partial(load, model), lambda: [("w", torch.zeros(4))])
+    with pytest.raises(refitd.RefusedError, match=says):
+        learner.learn({name: (shape, torch.float32) for name, shape in offered.items()}, 0)
+    assert model.w.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("load", [scaled, kept])
+def test_a_loader_that_computes_is_run_in_each_commit_or_refused(load: Callable[..., None]) -> None:
+    model, value = Model(), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    load(model, [("w", value)])
+    learner = Learner(model, functools.partial(load, model), lambda: [("w", value)])
+    if load is kept:
+        with pytest.raises(refitd.RefusedError, match="w"):
+            learner.learn({"w": ((4,), torch.float32)}, 0)
+        return
+    (group,) = learner.learn({"w": ((4,), torch.float32)}, 0).recomputed
+    assert [*group.tensors] == ["w"] and group.what == "the loader"
 
 
 def test_tensors_that_an_engine_takes_nothing_of_are_said(
