@@ -85,7 +85,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("dense", {}),
     "falcon": ("tied", {"head_dim": ..., "new_decoder_architecture": True, "num_kv_heads": 2}),
     "gpt2": ("tied", {}),
-    "gpt_bigcode": ("tied", {}),
+    "gpt_bigcode": ("tied", {"num_key_value_heads": 1, "multi_query": True}),
     "gpt_neox": ("dense", NEOX),
     "gptj": ("dense", {"rotary_dim": 16}),
     "granite": ("dense", {}),

@@ -353,7 +353,8 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             yield replace(packed, run=functools.partial(self._configured, packed.run))
 
     def _on_disk(self, offered: Shapes) -> OnDisk | None:
-        return on_disk(self.model_config.hf_config, offered)
+        with set_current_vllm_config(self.vllm_config):  # classes of transformers that vLLM compiles ask for it
+            return on_disk(self.model_config.hf_config, offered)
 
     def _configured(self, run: Callable[..., Any], *given: Any) -> None:
         with set_current_vllm_config(self.vllm_config):
