@@ -238,7 +238,7 @@ def check_covered(trace: LoaderTrace, params: Mapping[str, torch.Tensor], own: S
     if computed:
         raise RefusedError(
             f"{len(computed)} weights are no copies of what the trainer offers (quantised or packed by the engine): "
-            f"{', '.join(computed[:5])}, computed from {', '.join(trace.computed[computed[0]][:3]) or 'other tensors'}; "
+            f"{', '.join(computed[:5])}, computed from {', '.join(trace.computed[computed[0]][:3]) or 'other ones'}; "
             "serve the model unquantised, without plugins that change its loader"
         )
     if untouched:
@@ -246,8 +246,8 @@ def check_covered(trace: LoaderTrace, params: Mapping[str, torch.Tensor], own: S
         left = f"nothing of (nearest first) {', '.join(close)}" if close else "all"
         raise RefusedError(
             f"nothing that the trainer offers goes to {len(untouched)} weights of the engine: "
-            f"{', '.join(untouched[:5])}; of what it offers, the engine takes {left}; offer these tensors, by the names in "
-            "the engine's checkpoint, or serve a checkpoint of the trainer's model"
+            f"{', '.join(untouched[:5])}; of what it offers, the engine takes {left}; offer these tensors, by the "
+            "names in the engine's checkpoint, or serve a checkpoint of the trainer's model"
         )
     if (narrower := _narrower(trace, own or {})) and (m := trace.metadata[narrower[0][0]]):
         name, source = narrower[0]
