@@ -34,6 +34,8 @@ SHARING = (
     "tests/spmd/",
     "refitd/testing/conformance/",
     "tests/faults/test_faults.py",
+    # its programs have other imports: one process that has made them forks all programs
+    "tests/cluster/device_arenas/",
 )
 # their tests start their own processes and are slow: dealt singly they spread best
 ALONE = ("tests/cluster/", "tests/faults/")
