@@ -36,7 +36,7 @@ BENCHMARKS = {
 
 
 # these are slow, and run only by name
-LONG = {"soak": "benchmarks.soak"}
+LONG = {"soak": "benchmarks.soak", "workers": "benchmarks.workers"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from refitd.commit.decision import Phase, Swap, fence_reason
 from refitd.commit.lockstep import FlipSteps
 from refitd.config import Config, ModelConfig
 from refitd.coordinator.actions import Answer, Instruction, Remember, Send, Waiter
-from refitd.coordinator.descriptions import Descriptions
+from refitd.coordinator.descriptions import Descriptions, Registered
 from refitd.coordinator.inquiries import Checks, Traces
 from refitd.coordinator.journals import Drained, Journal, LiveVersion, SwapRecord
 from refitd.coordinator.live_versions import AbsentRanks, LiveVersions, Recovery
@@ -211,6 +211,7 @@ class PlanRequest:
     model: str
     who: str | Waiter  # a swap, or an operator
     membership: Membership
+    pools: list[list[Registered]]
     speeds: ClusterSpeeds | None = None
 
 

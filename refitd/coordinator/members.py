@@ -6,6 +6,7 @@ import enum
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 import msgspec
 import numpy as np
@@ -482,7 +483,7 @@ class Membership:
         """Return the planner's input: the sources, then each replica, with ranks numbered as in `ranks`."""
         pools = {"": [_registered(m, rank, f"source rank {rank}", True) for rank, m in sorted(self.sources.items())]}
         offsets, is_seeded = self._offsets(), bool(self.seeds)
-        for (replica, rank), m in sorted(self._receivers().items()):
+        for (replica, rank), m in sorted(self._receivers().items(), key=itemgetter(0)):
             gives, label = (replica, rank) in self.seeds, target_rank(replica, rank)
             pools.setdefault(replica, []).append(_registered(m, offsets[replica] + rank, label, gives, is_seeded))
         return list(pools.values())

@@ -180,7 +180,7 @@ def _ask(turn: Turn, membership: Membership, who: str | Waiter) -> Planned | Non
     fleet, pools = turn.fleet, membership.pools()
     cached = fleet.plans.get(pools, fleet.speeds)
     ticket = fleet.number("plan")
-    fleet.plan_requests[ticket] = PlanRequest(membership.name, who, membership, fleet.speeds)
+    fleet.plan_requests[ticket] = PlanRequest(membership.name, who, membership, pools, fleet.speeds)
     if cached is not None and _is_in_order(turn, membership, cached):
         return Planned(ticket, cached)
     try:
@@ -227,10 +227,11 @@ def _receive(turn: Turn, event: Planned) -> tuple[Running, LoadedPlan | str] | N
     who, membership, plan = asked.who, asked.membership, event.plan
     state = fleet.models.get(asked.model)
     if plan is not None and state is not None:
-        fleet.plans.put(membership.pools(), asked.speeds, plan)
-        plan = plan.unloaded()
-        plan.belongs_to(membership.name, membership.ranks())
-        if membership.ranks() == state.membership.ranks() and not membership.seeds and asked.speeds == fleet.speeds:
+        fleet.plans.put(asked.pools, asked.speeds, plan)
+        plan, ranks = plan.unloaded(), membership.ranks()
+        plan.belongs_to(membership.name, ranks)
+        is_all = membership is state.membership or ranks == state.membership.ranks()
+        if is_all and not membership.seeds and asked.speeds == fleet.speeds:
             state.plan = plan
     error = str(event.error) if event.error else ""  # one reason per line
     if not isinstance(who, str):
