@@ -202,7 +202,7 @@ def _coordinator(found: Config) -> str:
 
 @click.command()
 @click.argument("name")
-@click.option("--directory", default=".", metavar="DIR", help="Where the files go; may be new.  [default: here]")
+@click.option("-o", "--directory", default=".", metavar="DIR", help="Where the files go; may be new.  [default: here]")
 @click.option("--replace", is_flag=True, help="Write over a key of this name; the old one is lost.")
 @prints
 def keygen(session: Session, name: str, directory: str, replace: bool) -> None:

@@ -81,11 +81,9 @@ class Progress:
 
 
 def sample(text: str) -> str:
-    """Return generated text on one printable line; bytes that are no text are dots."""
+    """Return generated text on one line; what no source of Python has (random bytes decode to any script) is a dot."""
     named = " ".join(text.split())
-    return "".join(
-        char if char.isprintable() and char != "\N{REPLACEMENT CHARACTER}" else "\N{MIDDLE DOT}" for char in named
-    )
+    return "".join(char if char.isascii() and char.isprintable() else "\N{MIDDLE DOT}" for char in named)
 
 
 def tables(
