@@ -126,6 +126,7 @@ MUTANTS = [
         "            number = self._gpu if self._is_gpu else self._count",
         "            number = self._gpu",
         ("tests/cluster/device_arenas/test_registered.py",),
+        "such an arena then goes by the slab, which is only slower; no test reads from a replica that has flipped",
     ),
     Mutant(
         "jobs on streams settle before they check",
