@@ -94,9 +94,10 @@ def _keep(row: dict[str, Any]) -> None:
 `scripts/try-zoo`, last on {about["cpu"]}, {about["cores"]} cores: random
 checkpoints, vLLM on the CPU, one driven engine.
 
-- reload: whether vLLM's own `reload_weights` gives the first checksums and answers again after another checkpoint.
-- on disk, in memory: a refit with the names of checkpoint files, and of transformers' `state_dict()`. Equal: checksums
-  and log probabilities are those of vLLM's reload of the same tensors.
+- on disk, in memory: a refit with the names of checkpoint files, and of transformers' `state_dict()`. Equal: digests
+  of all weights and log probabilities are those of an engine that was started with these tensors.
+- reload: whether vLLM's own `reload_weights` gives the same, in the engine that refitd has refitted before. WRONG may be
+  vLLM's fault or refitd's: Mamba2 was right in an engine that was not refitted before.
 - commit_s: the pause, with the recomputation of derived tensors.
 
 {table}
