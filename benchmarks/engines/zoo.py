@@ -96,7 +96,7 @@ checkpoints, vLLM on the CPU, one driven engine.
 
 - on disk, in memory: a refit with the names of checkpoint files, and of transformers' `state_dict()`. Equal: digests
   of all weights and log probabilities are those of an engine that was started with these tensors.
-- reload: whether vLLM's own `reload_weights` gives the same, in the engine that refitd has refitted before. WRONG may be
+- reload: whether vLLM's own `reload_weights` gives the same, in an engine that refitd has refitted before. WRONG may be
   vLLM's fault or refitd's: Mamba2 was right in an engine that was not refitted before.
 - commit_s: the pause, with the recomputation of derived tensors.
 
