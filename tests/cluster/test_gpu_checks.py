@@ -11,20 +11,14 @@ import pytest
 
 from tests.support import programs
 
-# flips of other sizes and daemons with other services run the same code
-QUICK = (
-    *("arena", "copies", "host-copies", "flip-1", "graph", "mxfp8", "digest", "service"),
-    *("daemon-arenas", "daemon-mxfp8", "daemon-modules", "daemon-crossing"),
-)
 # NCCL and NVSHMEM are emulated in daemons only, torch's device tensors nowhere
 NOT_EMULATED = {"nccl-1", "nccl-2", "nvshmem-2", "service"}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("checks", [QUICK, pytest.param((), marks=pytest.mark.slow)], ids=["one of each kind", "all"])
-def test_no_check_fails_on_an_emulated_gpu(tmp_path: Path, checks: tuple[str, ...]) -> None:
+def test_no_check_fails_on_an_emulated_gpu(tmp_path: Path) -> None:
     page = tmp_path / "emulated.md"
-    command = [str(programs.ROOT / "scripts" / "gpu-check"), "--emulated", "--output", str(page), *checks]
+    command = [str(programs.ROOT / "scripts" / "gpu-check"), "--emulated", "--output", str(page)]
     ran = programs.run(command, env={**os.environ, "PYTHON": sys.executable}, timeout=600)
     found = json.loads(page.with_suffix(".json").read_text())
     assert found["emulated"] and found["is_complete"]
