@@ -193,7 +193,7 @@ class Simulated(msgspec.Struct, frozen=True):
 
     cluster: str
     note: str
-    defaults: dict[str, float | str]
+    defaults: dict[str, int | float | str]
     digest: str
     ranks: int
     changed: float

@@ -88,7 +88,7 @@ def load_cluster(path: str | Path) -> ClusterSpeeds:
     return found
 
 
-def at_defaults(cluster: ClusterSpeeds) -> dict[str, float | str]:
+def at_defaults(cluster: ClusterSpeeds) -> dict[str, int | float | str]:
     """Return the constants that the file leaves out, or sets to their defaults; words stand for those without one."""
     words = {"nics_per_node": "one for each rank", "leaf_nodes": "one switch for all"}
     return {

@@ -116,7 +116,7 @@ def trace(predictions: Iterable[Prediction]) -> dict[str, Any]:
 def _show(
     found: ManifestPlan,
     cluster: ClusterSpeeds,
-    defaults: dict[str, float | str],
+    defaults: dict[str, int | float | str],
     changed: float,
     predictions: list[Prediction],
     trace_file: str | None,
@@ -166,7 +166,7 @@ def _show(
 def _object(
     found: ManifestPlan,
     cluster: ClusterSpeeds,
-    defaults: dict[str, float | str],
+    defaults: dict[str, int | float | str],
     changed: float,
     predictions: list[Prediction],
 ) -> Simulated:
