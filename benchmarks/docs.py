@@ -44,7 +44,7 @@ TASKS = (
     ),
     Task("find out why a node vanished", RUNBOOK, "runbook.md", "Find the cause of a symptom", "lost 35 s ago"),
     Task("set a model setting in a container", OPERATE, "operate.md", "Configure", "REFITD_MODELS="),
-    Task("upgrade one node", OPERATE, "operate.md", "Upgrade", "Restart each node's daemon"),
+    Task("upgrade one node", OPERATE, "operate.md", "Upgrade", "refitctl drain n1"),
     Task("estimate memory", OPERATE, "operate.md", "Estimate memory", "max_arena_bytes"),
     Task("return to the previous version", RUNBOOK, "runbook.md", "Do daily work", "refitctl rollback"),
     Task("take a node out of service", OPERATE, "operate.md", "Drain a node", "refitctl drain"),

@@ -240,7 +240,8 @@ def _row(member: MemberReport) -> tuple[str, ...]:
 def rollback(session: Session, model: str, number: int | None, timeout: float | None) -> int:
     """Return MODEL to a version that was live before, in every replica or in none.
 
-    Every source rank must hold it still: it is staged and verified like any other (`refitctl history` lists them).
+    Engines whose memory flips return to the previous version without a source. All sources must still hold any other
+    version: it is staged and verified like a new one (`refitctl history` lists them).
     """
 
     def ask(client: Client, on_progress: Callable[[SwapProgress], None] | None) -> SwapReport:

@@ -127,11 +127,12 @@ class Cluster(BreakableCluster):
         return {process.name: process.log_path.stat().st_size for process in self.parts()}
 
     def loud(self, since: dict[str, int]) -> list[str]:
-        """Return the warnings and errors that daemons and coordinator have logged since then."""
+        """Return the warnings and errors since then, and lines of daemons that have another coordinator."""
         found = []
         for process in self.parts():
             new = process.log_path.read_bytes()[since[process.name] :].decode(errors="replace")
-            found += [line for line in new.splitlines() if " level=warning " in line or " level=error " in line]
+            loud = (" level=warning ", " level=error ", " event=coordinator-changed ")
+            found += [line for line in new.splitlines() if any(word in line for word in loud)]
         return found
 
     # --- what is held -------------------------------------------------------------------------------------

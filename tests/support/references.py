@@ -60,8 +60,9 @@ def configuration() -> str:
     """Return the reference of the configuration; its text comes from the comments in configs/laptop.toml."""
     parts = [
         f"# Configuration\n\n{MADE}\n\n"
-        "Set a key in the file, or as REFITD_SECTION__KEY in the environment. `refitctl config show` prints the values "
-        "in force and their origin. [operate.md](operate.md#configure) explains files and precedence."
+        "Set a key in the file, or in the environment: `REFITD_NODE__WORKERS=4`, and for models "
+        "`REFITD_MODELS='{ \"NAME\" = { auto_swap = true } }'`. `refitctl config show` prints the values in force and "
+        "their origin. [operate.md](operate.md#configure) explains files and precedence."
     ]
     words = explained()
     for section in inspect.type_info(Config).fields:  # type: ignore[attr-defined]
@@ -103,7 +104,11 @@ def shown(kind: inspect.Type) -> str:
         case inspect.LiteralType(values=values):
             return ", ".join(f"`{value}`" for value in values)
         case inspect.StrType(pattern=str(pattern)):
-            return ", ".join(f"`{word}`" for word in pattern.strip("^$()").split("|"))
+            return (
+                "FIRST-LAST, in digits"
+                if "[0-9]" in pattern
+                else ", ".join(f"`{word}`" for word in pattern.strip("^$()").split("|"))
+            )
         case inspect.StrType(max_length=most):
             return "text" if most is None else f"text, at most {most} characters"
         case inspect.IntType() | inspect.FloatType():

@@ -167,7 +167,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "its weight_map is None": lambda folder: (folder / INDEX).write_text('{"metadata": {}}'),
     f"{INDEX}: it is damaged": lambda folder: (folder / INDEX).write_text('{"weight_map": {"a"'),
     "'a' (str) is in it twice": lambda folder: (folder / INDEX).write_text('{"weight_map": {"a": "x", "a": "y"}}'),
-    "it has none of them": empty,
+    "it has no file of weights": empty,
     "No such file or directory": shutil.rmtree,
 }
 

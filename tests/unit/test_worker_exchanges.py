@@ -46,6 +46,9 @@ class Noting:
 
     receive = send
 
+    def use(self, arenas: Any) -> None:
+        """It registers no memory."""
+
     def hold(self) -> None:
         self.held.append(self.noted)
         self.noted = []
