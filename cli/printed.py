@@ -186,10 +186,14 @@ class SimulatedRoute(msgspec.Struct, frozen=True):
 
 
 class Simulated(msgspec.Struct, frozen=True):
-    """How long a refit between manifests would take on a cluster; `changed` is the share for deltas."""
+    """How long a refit between manifests would take on a cluster; `changed` is the share for deltas.
+
+    `defaults` are the constants that the cluster file leaves at their defaults.
+    """
 
     cluster: str
     note: str
+    defaults: dict[str, int | float | str]
     digest: str
     ranks: int
     changed: float

@@ -88,6 +88,16 @@ def load_cluster(path: str | Path) -> ClusterSpeeds:
     return found
 
 
+def at_defaults(cluster: ClusterSpeeds) -> dict[str, int | float | str]:
+    """Return the constants that the file leaves out, or sets to their defaults; words stand for those without one."""
+    words = {"nics_per_node": "one for each rank", "leaf_nodes": "one switch for all"}
+    return {
+        field.name: words.get(field.name, "no limit") if field.default is None else field.default
+        for field in msgspec.structs.fields(cluster)
+        if field.name not in ("note", "nodes") and getattr(cluster, field.name) == field.default
+    }
+
+
 def cables_of(cluster: ClusterSpeeds, ranks: Iterable[str]) -> Cables:
     """Return the cable speeds of these ranks' nodes, summed over the cards of each node.
 

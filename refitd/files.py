@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from refitd.errors import ConfigError
-from refitd.text import mismatch
+from refitd.text import mismatch, nearest
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -99,7 +99,9 @@ def table(struct: type[S], values: Any, where: str, problems: list[str], **read_
     fields = {f.encode_name: f for f in msgspec.structs.fields(struct)}
     for key in values:
         if key not in fields:
-            problems.append(f"{at(where, key)}: unknown key; known: {', '.join(fields)}")
+            close = nearest(str(key), fields, 1, 0.6)
+            hint = f"; nearest: {close[0]}" if close else ""
+            problems.append(f"{at(where, key)}: unknown key{hint}; known: {', '.join(fields)}")
     found = dict(read_already)
     for key, info in fields.items():
         if key in found:

@@ -64,7 +64,7 @@ def simulate(
     """
     if source is None or not targets:
         raise click.UsageError("give the manifests of both sides: --source FILE --target FILE")
-    from refitd.clusters import load_cluster
+    from refitd.clusters import at_defaults, load_cluster
     from refitd.simulate import FanOut, Simulation
 
     cluster = load_cluster(cluster_file)
@@ -73,8 +73,8 @@ def simulate(
     predictions = [simulation.run(FanOut(r), changed=changed, top=top) for r in ROUTES if r in (routes or ROUTES)]
     if trace_file is not None:
         _write_trace(trace_file, predictions)
-    result = _object(found, cluster, changed, predictions)
-    session.show(result, lambda _: _show(found, cluster, changed, predictions, trace_file))
+    result = _object(found, cluster, at_defaults(cluster), changed, predictions)
+    session.show(result, lambda _: _show(found, cluster, result.defaults, changed, predictions, trace_file))
 
 
 def _write_trace(file: str, predictions: list[Prediction]) -> None:
@@ -114,7 +114,12 @@ def trace(predictions: Iterable[Prediction]) -> dict[str, Any]:
 
 
 def _show(
-    found: ManifestPlan, cluster: ClusterSpeeds, changed: float, predictions: list[Prediction], trace_file: str | None
+    found: ManifestPlan,
+    cluster: ClusterSpeeds,
+    defaults: dict[str, int | float | str],
+    changed: float,
+    predictions: list[Prediction],
+    trace_file: str | None,
 ) -> None:
     print_table(
         f"a swap on {cluster.name}",
@@ -152,11 +157,19 @@ def _show(
         say(f"deltas: {changed:.3%} of the elements changed")
     if cluster.note:
         say(f"assumed: {cluster.note}")
+    if defaults:
+        say(f"at their defaults: {', '.join(f'{name} = {value}' for name, value in defaults.items())}")
     if trace_file is not None:
         say(f"trace: {trace_file}")
 
 
-def _object(found: ManifestPlan, cluster: ClusterSpeeds, changed: float, predictions: list[Prediction]) -> Simulated:
+def _object(
+    found: ManifestPlan,
+    cluster: ClusterSpeeds,
+    defaults: dict[str, int | float | str],
+    changed: float,
+    predictions: list[Prediction],
+) -> Simulated:
     routes = tuple(
         SimulatedRoute(
             route=p.route.value,
@@ -169,4 +182,4 @@ def _object(found: ManifestPlan, cluster: ClusterSpeeds, changed: float, predict
         )
         for p in predictions
     )
-    return Simulated(cluster.name, cluster.note, found.plan.digest, len(found.rosters), changed, routes)
+    return Simulated(cluster.name, cluster.note, defaults, found.plan.digest, len(found.rosters), changed, routes)

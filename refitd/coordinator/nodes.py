@@ -52,7 +52,7 @@ def hello(turn: Turn, event: FromNode, message: cluster.NodeHello) -> None:
             raise RefusedError(
                 f"node {name!r}: {len(fleet.nodes)} nodes are connected, and this coordinator may open only "
                 f"{fleet.max_files} files (RLIMIT_NOFILE), of which it keeps {RESERVED_FILES}; raise LimitNOFILE of "
-                "its service, or `ulimit -n`, and start it again"
+                "its service, or `ulimit -Hn`, and start it again"
             )
     except (ProtocolError, RefusedError) as exc:
         turn.log("refused", node=name, message="NodeHello", reason=str(exc))

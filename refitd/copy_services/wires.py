@@ -250,6 +250,8 @@ class Wires:
     def _absent(self, channel: Channel, position: int, addresses: Sequence[str], timeout: float) -> TransportError:
         label, me = channel.labels[position], channel.labels[channel.index]
         *_, why = self._pauses.get(label, ("",))
+        if not why and (wire := self._by_label.get(label)) is not None and wire.is_connecting:
+            why = f"no answer within {timeout:.1f} s"
         if why and me > label:
             return TransportError(f"{me} cannot reach {label} at {addresses[position]}: {why}; {_ADVICE}")
         forged = f"; {why}" if why else ""

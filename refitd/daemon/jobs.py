@@ -294,6 +294,8 @@ COLD_PATIENCE_TICKS = 20
 # Ticks after its start at which a worker loads the libraries for its first epoch. Engines take longer to load their
 # weights, and after a worker's death the interrupted commit must not wait for this load.
 WARM_UP_TICKS = 5
+# How long status shows why an epoch was not formed, unless its nodes form one.
+_SHOWN_S = 600.0
 
 
 def gpu_seats(epoch: cluster.EpochPlan) -> dict[tuple[int, str], int]:
@@ -342,6 +344,11 @@ class LocalEpochs:
         self._groups: dict[str, _Group] = {}  # by name
         self._warm: set[int] = set()  # workers that have joined an epoch, or tried to
         self._late: dict[tuple[int, str], int] = {}  # (worker, abandoned group that it was joining) -> ticks
+        self._failed: dict[frozenset[str], tuple[float, str]] = {}  # nodes of an epoch -> when and why not formed
+
+    def problems(self, now: float) -> tuple[str, ...]:
+        """Return why the last epochs between some nodes were not formed; a failed pair is named with its address."""
+        return tuple(f"{now - at:.0f} s ago: {why}" for at, why in self._failed.values() if now - at <= _SHOWN_S)
 
     def gpu_workers(self, epoch: cluster.EpochPlan) -> dict[int, tuple[int, str]]:
         """Return, for each worker of this node whose GPU takes part, (position of the GPU in the epoch, GPU).
@@ -450,9 +457,13 @@ class LocalEpochs:
         if message.reason:
             where = f"worker {worker} on node {self._node}"
             effects.log("epoch-failed", epoch=message.epoch, where=where, reason=message.reason)
+            lately = {key: found for key, found in self._failed.items() if effects.now - found[0] <= _SHOWN_S}
+            self._failed = lately | {frozenset(formed.nodes): (effects.now, message.reason)}
+            effects.is_news = True
             effects.say(cluster.PlanLoaded(plan=plan, epoch=formed.id, where=where, reason=message.reason))
         elif not any(other.waiting for other in self._groups.values() if other.epoch.id == formed.id):
             effects.log("epoch", epoch=formed.id, plan=plan, lanes=formed.lanes, gpus=len(gpu_seats(formed)))
+            self._failed = {key: found for key, found in self._failed.items() if not key <= set(formed.nodes)}
             return plan, formed.id
         return None
 

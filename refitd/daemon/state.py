@@ -133,7 +133,7 @@ class DaemonState:
             gpus=tuple(self.arenas.gpus()),
             lanes=self.lanes,
             has_kernels=self.has_kernels,
-            problems=tuple(clipped(text) for text in self.problems),
+            problems=tuple(clipped(text) for text in (*self.problems, *self.epochs.problems(self.now))),
             refused=self.refused.report(self.now),
             refitd=__version__,
             uptime_s=max(0.0, self.now - self.started),

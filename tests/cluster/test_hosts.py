@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 
 import refitd
 from refitd.testing import Daemon, Engine, RunningSwap, eventually
-from tests.support import shards
+from tests.support import programs, shards
 from tests.support.fleet import FilledFleet
 from tests.support.network import TwoHosts, start_daemons, why_not
 
@@ -31,20 +33,20 @@ def hosts() -> Iterator[TwoHosts]:
 class Fleet(FilledFleet):
     """A trainer on host a, which runs the coordinator too, and an engine on host b."""
 
-    def __init__(self, hosts: TwoHosts, start: Callable[..., Daemon], keys: Path, rows: int) -> None:
+    def __init__(self, hosts: TwoHosts, start: Callable[..., Daemon], keys: Path, rows: int, address: str = "") -> None:
         common = "[deadlines]\nplan_s = 60.0\nstage_s = 15.0\ncommit_s = 5.0\n"
-        self.daemons = start_daemons(hosts, PORT, keys, start, common)
+        self.daemons = start_daemons(hosts, PORT, keys, start, common, address)
         trainer, engine = (daemon.connect() for daemon in self.daemons)
         super().__init__(trainer, {"w": torch.zeros(rows, 1000, dtype=torch.bfloat16), "b": torch.zeros(1001)})
         self.target = self.add(engine, shards.zeros_like(self.tensors), "far")
 
 
 @pytest.fixture
-def fleet(hosts: TwoHosts, start_daemon: Callable[..., Daemon], tmp_path: Path) -> Iterator[Callable[[int], Fleet]]:
+def fleet(hosts: TwoHosts, start_daemon: Callable[..., Daemon], tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
     made: list[Fleet] = []
 
-    def make(rows: int) -> Fleet:
-        made.append(Fleet(hosts, start_daemon, tmp_path, rows))
+    def make(rows: int, address: str = "") -> Fleet:
+        made.append(Fleet(hosts, start_daemon, tmp_path, rows, address))
         return made[-1]
 
     yield make
@@ -132,6 +134,34 @@ def test_a_cable_that_loses_much_delays_a_swap_or_ends_it_clearly_and_the_next_o
         except refitd.RefitFailed:  # TCP may still wait before it sends again what was lost last, longer than stage_s
             assert time.monotonic() < deadline
             version += 1
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("127.0.0.1", "Connection refused"),  # b's own
+        pytest.param(TwoHosts.coordinator, "no answer within 5 s", marks=pytest.mark.slow),
+    ],
+)
+def test_hosts_that_cannot_reach_each_other_are_named_with_the_address(
+    hosts: TwoHosts, fleet: Callable[..., Fleet], address: str, why: str
+) -> None:
+    hosts.swallow(TwoHosts.coordinator, lost=True)
+    found = fleet(10, address)
+    (port,) = (lane.port for lane in found.daemons[0].node_of("a").lanes)
+    found.publish(1)
+    with Engine(found.target), pytest.raises(refitd.RefitFailed) as failed:
+        found.trainer.swap("policy", 1, timeout=60)
+    pair = rf"worker 0 on node b \(host \S+\) cannot reach worker 0 on node a \(host \S+\) at {address}:{port}: {why}; "
+    assert re.search(f"{pair}check node.address and node.worker_ports", str(failed.value))
+    for daemon in found.daemons:
+        *_, last = json.loads(programs.refitctl(daemon, "doctor", "--json").stdout)["checks"]
+        assert last["name"] == "daemon" and last["state"] == "warn"
+        assert re.search(rf"node b: \d+ s ago: {pair}", last["advice"])
+    if address == TwoHosts.coordinator:
+        hosts.swallow(address, lost=False)
+        found.swap(2)
+        eventually(lambda: not any(node.problems for node in found.daemons[0].status().nodes), "it is forgotten")
 
 
 @pytest.mark.slow

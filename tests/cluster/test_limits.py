@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import refitd
-from refitd.testing import Daemon, Engine, eventually
+from refitd.testing import Coordinator, Daemon, Engine, eventually
 from refitd.testing.processes import own_memory_files
 from tests.support import programs, shards
 from tests.support.fleet import go_live
@@ -42,6 +42,25 @@ def swap_succeeds(client: refitd.Client, model: str) -> bool:
     client.register_source(model, full, slots=1).publish(1)
     with Engine(client.register_target(model, live, replica="r")):
         return client.swap(model, 1, timeout=60).outcome == "committed" and shards.equal(live, full)
+
+
+def test_a_node_that_the_coordinator_has_no_descriptors_for_is_refused_with_the_limit(
+    start_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    """A coordinator keeps 64 descriptors free of nodes."""
+    endpoint = f"ipc://{tmp_path}/c.sock"
+    few = Coordinator(f'[coordinator]\nendpoint = "{endpoint}"\n', prefix=("prlimit", "--nofile=64:64"))
+    try:
+        few.start()
+        daemon = start_daemon(joins=endpoint)
+        with daemon.connect() as client:
+            refused = r"node 'n0': 0 nodes .* only 64 files \(RLIMIT_NOFILE\), .* raise LimitNOFILE of its "
+            eventually(lambda: "event=coordinator-refused" in daemon.log(), "it is refused")
+            with pytest.raises(refitd.TransportError, match=f"node n0 has no coordinator at present; {refused}"):
+                client.register_source(policy(), tensors(1))
+        assert few.stop() == []
+    finally:
+        few.remove()
 
 
 def test_a_registration_that_needs_too_many_descriptors_is_refused_and_a_smaller_one_works(

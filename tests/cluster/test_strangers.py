@@ -17,7 +17,7 @@ import torch
 import refitd
 from refitd.copy_services import Epoch, Mailbox, gloo, wires
 from refitd.copy_services.channels import HELLO, NONCE, PROOF, Channel, frame_of
-from refitd.copy_services.wires import Wires, listen_at
+from refitd.copy_services.wires import Wires
 from refitd.errors import DeadlineExceeded
 from refitd.testing import Daemon, Engine
 from tests.support.names import policy
@@ -310,16 +310,24 @@ def test_bits_that_somebody_on_the_path_flips_are_found_and_the_next_run_works()
         between.close()
 
 
-def test_a_worker_that_cannot_be_reached_is_named_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("is_full", "within", "why"), [(False, 20.0, "Connection ref"), (True, 0.5, "no answer within 0.5 s")]
+)
+def test_a_worker_that_cannot_be_reached_is_named_with_the_address(
+    monkeypatch: pytest.MonkeyPatch, is_full: bool, within: float, why: str
+) -> None:
+    """The kernel drops what asks for a connection while a listener has its fill."""
     monkeypatch.setattr(wires, "UNREACHABLE_S", 0.3)
-    with listen_at("127.0.0.1") as closed:
-        there = f"127.0.0.1:{closed.getsockname()[1]}"
     labels = "worker 0 on node n1", "worker 0 on node n0"
     mine = Wires(None)
-    with pytest.raises(
-        refitd.TransportError, match=rf"{labels[0]} cannot reach {labels[1]} at {there}: Connection ref"
-    ):
-        mine.join(Channel(mine, "e", 0, labels, KEY), ["", there], 20.0)
+    with socket.socket() as door, contextlib.ExitStack() as filling:
+        door.bind(("127.0.0.1", 0))
+        there = f"127.0.0.1:{door.getsockname()[1]}"
+        if is_full:
+            door.listen(0)
+            filling.enter_context(socket.create_connection(door.getsockname()))
+        with pytest.raises(refitd.TransportError, match=f"{labels[0]} cannot reach {labels[1]} at {there}: {why}"):
+            mine.join(Channel(mine, "e", 0, labels, KEY), ["", there], within)
     mine.close()
 
 

@@ -65,6 +65,12 @@ class TwoHosts:
         """Drop, or again deliver, all packets of b to this address."""
         _must("ip", "-n", self.names[1], "route", "add" if lost else "del", "blackhole", f"{address}/32")
 
+    def swallow(self, address: str, *, lost: bool) -> None:
+        """Have packets of b to this address go where no host takes them, or arrive again; b gets no error."""
+        there = ("lladdr", "02:00:00:00:00:01", "nud", "permanent") if lost else ()
+        what = "replace" if lost else "del"
+        _must("ip", "-n", self.names[1], "neigh", what, address, *there, "dev", self._cables[1])
+
     def limit(self, mbit: int, ends: str = "ab") -> None:
         """Limit the rate of these ends."""
         for end, name, cable in zip("ab", self.names, self._cables, strict=True):
@@ -150,9 +156,14 @@ class SwitchedHosts:
 
 
 def start_daemons(
-    hosts: TwoHosts | SwitchedHosts, port: int, folder: Path, start: Callable[..., Daemon], config: str = ""
+    hosts: TwoHosts | SwitchedHosts,
+    port: int,
+    folder: Path,
+    start: Callable[..., Daemon],
+    config: str = "",
+    address: str = "",
 ) -> list[Daemon]:
-    """Start a standalone daemon on host a, and others on hosts b, c, ... that join it.
+    """Start a standalone daemon on host a, with node.address, and others on hosts b, c, ... that join it.
 
     They authenticate with keys in `folder`.
     """
@@ -163,7 +174,9 @@ def start_daemons(
         key, _ = keys.write(pair, folder)
         given = {"REFITD_COORDINATOR__ENDPOINT": f"tcp://{hosts.addresses[0]}:{port}", "REFITD_SECURITY__KEY": str(key)}
         given["REFITD_SECURITY__SERVER_KEY"] = str(folder / "a.pub")
-        given |= {"REFITD_SECURITY__ALLOWED": str(folder / "allowed")} if pair.name == "a" else {}
+        if pair.name == "a":
+            given["REFITD_SECURITY__ALLOWED"] = str(folder / "allowed")
+            given |= {"REFITD_NODE__ADDRESS": address} if address else {}
         prefix = ("ip", "netns", "exec", netns)
         found.append(start(config, name=pair.name, standalone=pair.name == "a", environment=given, prefix=prefix))
     with found[0].connect("status") as client:

@@ -157,3 +157,13 @@ def test_two_gpus_with_one_worker_are_refused_by_name() -> None:
     epochs = LocalEpochs("n0", "127.0.0.1", WorkerArenas(1))
     with pytest.raises(ValueError, match=r"GPU-a and GPU-b share worker 0 of node n0.*set node\.workers"):
         epochs.gpu_workers(gpu_epoch("GPU-a", "GPU-b"))
+
+
+def test_why_an_epoch_was_not_formed_is_shown_until_its_nodes_form_one_or_for_ten_minutes() -> None:
+    out, epochs = Effects(5.0), LocalEpochs("n0", "127.0.0.1", WorkerArenas(1))
+    for reason, shown in (("n1 is out of reach", ("12 s ago: n1 is out of reach",)), ("", ())):
+        epochs.join(out, "p", made := gpu_epoch(), everyone(made))
+        epochs.worker_said(out, 0, sidecar.EpochJoined(epoch="e1", reason=reason))
+        assert [epochs.problems(now) for now in (17.0, 606.0)] == [shown, ()]
+        epochs.leave(out, "e1")
+    assert out.is_news

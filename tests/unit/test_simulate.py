@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -133,7 +134,8 @@ def test_the_trace_is_as_long_as_the_swap() -> None:
     ("text", "said"),
     [
         ("nic_gb_s = 0", "nic_gb_s: expected a number >= 1e-06"),
-        ("nic_gb_s = 1\nrank_gb_s = 1\nmemory_gb_s = 1\nnics = 3", "nics: unknown key"),
+        ("nic_gb_s = 1\nnics = 3", "nics: unknown key; nearest: nic_gb_s; known: name, nic_gb_s"),
+        ("nic_gb_s = 1\n[[nodes]]\nname = 'x'\nsend_gbs = 1", "nodes[0].send_gbs: unknown key; nearest: send_gb_s"),
         ("nic_gb_s = 1\nrank_gb_s = 1\nmemory_gb_s = 1\n[[nodes]]\nname = 'x'\nsend_gb_s = 0.0", "send_gb_s"),
         ("nic_gb_s = 1\nrank_gb_s = 1\nmemory_gb_s = 1\n[[nodes]]\nname = 'x'", "x sets no speed"),
         ("nic_gb_s = nan\nrank_gb_s = 1\nmemory_gb_s = 1", "nic_gb_s"),
@@ -146,7 +148,7 @@ def test_the_trace_is_as_long_as_the_swap() -> None:
 def test_a_cluster_that_cannot_be_is_refused(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "c.toml"
     file.write_text(f'kind = "cluster"\nname = "c"\n{text}\n')
-    with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
+    with pytest.raises(ConfigError, match=re.escape(said)):
         load_cluster(file)
 
 
@@ -164,8 +166,14 @@ def test_the_command_shows_all_routes(tmp_path: Path) -> None:
     given = ("simulate", "--source", str(train), "--target", str(serve), "--cluster", str(CLUSTERS / "dgx-h100.toml"))
     said = cli.run(None, *given, "-o", str(out), command=command)
     assert said.status == 0, said.stderr
-    assert all(word in said.stdout for word in ("relayed delta", "limited by", "data sheets"))
+    assert all(word in said.stdout for word in ("relayed delta", "limited by", "data sheets", "digest_gb_s = no limit"))
     assert json.loads(out.read_text())["traceEvents"]
-    (route,) = cli.run(None, *given, "--route", "direct", "--json", command=command).object["routes"]
+    found = cli.run(None, *given, "--route", "direct", "--json", command=command).object
+    assert found["defaults"] == {
+        **{"digest_gb_s": "no limit", "flow_gb_s": "no limit", "nics_per_node": "one for each rank"},
+        **{"leaf_nodes": "one switch for all", "oversubscription": 1.0, "chunk_bytes": 8 << 20},
+        **{"control_s": 0.005, "commit_s": 0.001},
+    }
+    (route,) = found["routes"]
     assert route["route"] == "direct" and route["seconds"] > 0 and route["cables"]
     assert cli.run(None, *given, "-o", str(tmp_path), command=command).status == 2
