@@ -96,8 +96,8 @@ checkpoints, vLLM on the CPU, one driven engine.
 
 - on disk, in memory: a refit with the names of checkpoint files, and of transformers' `state_dict()`. Equal: digests
   of all weights and log probabilities are those of an engine that was started with these tensors.
-- reload: whether vLLM's own `reload_weights` gives the same, in an engine that refitd has refitted before. WRONG may be
-  vLLM's fault or refitd's: Mamba2 was right in an engine that was not refitted before.
+- reload: whether vLLM's own `reload_weights` gives the same, in an engine that refitd has refitted before. WRONG at
+  gpt-oss is vLLM's fault: without refitd, too, a reload leaves its experts and sinks as they were.
 - commit_s: the pause, with the recomputation of derived tensors.
 
 {table}

@@ -157,3 +157,19 @@ def test_mla_layers_of_refitted_engines_keep_the_weight_that_they_pack(monkeypat
     quantised = SimpleNamespace(kv_b_proj=SimpleNamespace(qweight=torch.ones(2)))
     kept_weights._kept(lambda self, dtype: None)(quantised, torch.bfloat16)
     assert not hasattr(quantised.kv_b_proj, "weight")
+
+
+def test_a_convolution_that_is_packed_again_keeps_the_memory_of_its_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pack(layer: torch.nn.Module, remove_weight: bool = True) -> None:
+        layer.weight.data = layer.weight.data.flip(0)
+
+    config = SimpleNamespace(weight_transfer_config=SimpleNamespace(backend="refitd"))
+    stand_in(monkeypatch, "vllm.config", get_current_vllm_config=lambda: config)
+    layer = torch.nn.Conv1d(6, 6, 4, groups=6, bias=False)
+    layer.quant_method = SimpleNamespace(process_weights_after_loading=pack)
+    seen = layer.weight.data.fill_(1.0).view(6, 4)  # vLLM's Mamba2 computes with such a view
+    for value in (1.0, 2.0, 3.0):  # loaded, then as vLLM's reloads and refitd's commits do: from other memory
+        kept_weights._unpacked(pack)(layer, True)
+        (packed,) = kept_weights.packed_modules(layer)
+        assert packed.before["weight"].data_ptr() == seen.data_ptr() and seen.eq(value).all()
+        layer.weight = torch.nn.Parameter(torch.full((6, 1, 4), value + 1), requires_grad=False)

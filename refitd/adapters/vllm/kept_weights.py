@@ -51,7 +51,9 @@ def _unpacked(dispatch: Callable[..., Any]) -> Callable[..., Any]:
             before = layer.weight.data
             dispatch(layer, remove_weight)
             if layer.weight.data.data_ptr() != before.data_ptr():
-                vars(layer)["refitd_before"] = {"weight": _as(layer.weight, before)}
+                # vLLM's reloads and refitd's commits pack from other memory; Mamba2 computes with a view of the first
+                kept = vars(layer).setdefault("refitd_before", {"weight": _as(layer.weight, before)})
+                kept["weight"].data.copy_(before)
 
     return chosen
 
