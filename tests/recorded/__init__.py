@@ -2,7 +2,7 @@
 
     python -m tests.recorded     writes the files, messages and names that are missing; it replaces none
 
-A journal and a configuration are read for ever, so a change of their format adds files beside these. Messages are read
+Journals and files of people are read for ever, so a change of their format adds files beside these. Messages are read
 within a major version of the protocol: another one begins a new file, and its predecessor is deleted. A name that is
 removed from names.txt needs a line in CHANGELOG.md.
 """
@@ -32,6 +32,12 @@ MESSAGES = HERE / f"protocol-{PROTOCOL_VERSION // 1000}.jsonl"
 JOURNAL = HERE / f"journal-{SCHEMA_VERSION}.{SCHEMA.count('CREATE TABLE')}.sql"  # with its number of tables
 CONFIGURATION = HERE / "configuration.toml"
 NAMES = HERE / "names.txt"
+COPIED = {  # from configs/
+    CONFIGURATION: "laptop.toml",
+    HERE / "cluster.toml": "clusters/ethernet-10g.toml",
+    HERE / "layout.toml": "layouts/llama-3-70b-serve-tp4.toml",
+    HERE / "model.toml": "layouts/models/llama-3-70b-vllm.toml",
+}
 
 REPORT = msgspec.json.encode(SwapReport("s2", "policy", 7, SwapOutcome.DECIDED))
 RECORDS = (

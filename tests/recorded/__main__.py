@@ -14,7 +14,7 @@ def main() -> None:
         made = {
             recorded.MESSAGES: recorded.messages,
             recorded.JOURNAL: lambda: recorded.journal(Path(folder) / "journal"),
-            recorded.CONFIGURATION: (recorded.ROOT / "configs/laptop.toml").read_text,
+            **{path: (recorded.ROOT / "configs" / name).read_text for path, name in recorded.COPIED.items()},
             recorded.NAMES: recorded.names,
         }
         for path, make in made.items():

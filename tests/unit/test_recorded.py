@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from refitd.config import load
+from refitd import config
+from refitd.clusters import load_cluster
 from refitd.coordinator.journals.file import FileJournal
+from refitd.offline.files import load, load_model
 from tests import recorded
 
 JOURNALS = sorted(recorded.HERE.glob("journal-*.sql"))
@@ -63,10 +65,16 @@ def test_the_present_journal_is_recorded() -> None:
 
 
 def test_a_recorded_configuration_is_read_with_all_its_values() -> None:
-    found = msgspec.to_builtins(load(str(recorded.CONFIGURATION), environ={}))
+    found = msgspec.to_builtins(config.load(str(recorded.CONFIGURATION), environ={}))
     earlier = tomllib.loads(recorded.CONFIGURATION.read_text())
     earlier.pop("models", None)
     assert covers(msgspec.json.decode(msgspec.json.encode(found)), earlier)
+
+
+def test_recorded_manifests_and_clusters_are_read() -> None:
+    speeds, model = load_cluster(recorded.HERE / "cluster.toml"), load_model(recorded.HERE / "model.toml")
+    layout = load(recorded.HERE / "layout.toml", model)
+    assert (speeds.nic_gb_s, model.layers, layout.tp, layout.dp) == (1.125, 80, 4, 8)
 
 
 def test_the_present_names_are_recorded_and_recorded_ones_exist() -> None:
