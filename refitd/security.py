@@ -90,10 +90,9 @@ def _own(config: Config) -> keys.KeyPair:
 
 def _file(config: Config, name: str, what: str) -> Path:
     found = _needed(config, name, what)
-    if keys.is_key(found) and not keys.is_path(
-        found
-    ):  # perhaps a secret one, which an error about a missing file would print
-        raise ConfigError(f"security.{name} holds a key; set it to the path of {what}")
+    # perhaps a secret key, which an error about a missing file would print
+    if keys.is_key(found) and not keys.is_path(found):
+        raise ConfigError(f"security.{name} holds a key, or no file has this name; set it to the path of {what}")
     return Path(found)
 
 

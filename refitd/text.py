@@ -85,6 +85,11 @@ def named(labels: Sequence[str]) -> str:
     return labels[0] + (f" and {len(labels) - 1} more like it" if len(labels) > 1 else "")
 
 
+def called(member: str) -> str:
+    """Return a registration's name for people: its id without the number, " (#19)"."""
+    return member.rpartition(" (#")[0] or member
+
+
 def target_rank(replica: str, rank: int) -> str:
     """Return the name of a target's rank: "replica 'a' rank 0"."""
     return f"replica {replica!r} rank {rank}"

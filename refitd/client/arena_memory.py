@@ -13,6 +13,7 @@ from refitd.client.calls import flag, seconds, text, whole
 from refitd.errors import RefitdError, RefusedError, needing_torch
 from refitd.protocol import local
 from refitd.protocol.shards import Place
+from refitd.text import called
 
 if TYPE_CHECKING:
     import torch
@@ -225,7 +226,7 @@ class ArenaMemory:
         for registered in self._registered:
             if used := registered.arenas() & arenas:
                 raise RefusedError(
-                    f"arena {min(used)} holds tensors that are registered as {registered.member}; close that first"
+                    f"arena {min(used)} holds tensors of {called(registered.member)}; close that registration first"
                 )
         for arena in sorted(arena for arena in arenas if arena is not None):
             if arena >= 0:  # below 0: the daemon does not have this arena

@@ -26,7 +26,7 @@ from refitd.config import default_runtime_dir
 from refitd.errors import ConfigError, Orphaned, RefitdError, RefusedError, TransportError, needing_torch
 from refitd.logs import Escaped
 from refitd.protocol import local
-from refitd.text import shown, unprintable
+from refitd.text import called, shown, unprintable
 
 if TYPE_CHECKING:
     import torch
@@ -336,7 +336,7 @@ class Client(ArenaMemory, Operations):
             except TransportError:
                 raise
             except RefitdError as exc:
-                text = f"{one.member} could not be registered again with the daemon: {exc}; register it anew"
+                text = f"{called(one.member)} could not be registered again with the daemon: {exc}; register it anew"
                 _log.error("%s", text)
                 one.give_up(local.Failure(code=exc.code, message=text))
                 self._forget(one)

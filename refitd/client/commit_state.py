@@ -15,6 +15,7 @@ from refitd.commit.rank_state import Bond, GaveUp, joined
 from refitd.errors import CommitError, DeadlineExceeded, Orphaned, PeerLost, RefitdError, RefusedError, from_code
 from refitd.protocol import local
 from refitd.protocol.base import Message
+from refitd.text import called
 
 _log = logging.getLogger("refitd.client")
 
@@ -220,7 +221,7 @@ class CommitState:
         """Stop committing and serving."""
         with self.lock:
             self.permit = None  # the permit is no longer renewed: another version may go live without this rank
-            text = f"{self.rank.member.rpartition(' (#')[0]} was closed; register_target again"
+            text = f"{called(self.rank.member)} was closed; register_target again"
             self.step(rank_state.Closed(text))
 
     def _may_be_written(self) -> bool:
@@ -252,15 +253,17 @@ class CommitState:
                         else:
                             self.steps.flip(step, origin)
                 case local.Poisoned(swap, _, reason):
-                    _log.info("swap=%s member=%s aborted: %s", swap, rank.member, reason)
+                    _log.info("swap=%s member=%s aborted: %s", swap, called(rank.member), reason)
                     self.error = CommitError(f"nothing can be served: {reason}")
                     self.step(message)
                 case local.Fence(member, reason):
                     if bool(reason) != bool(rank.fenced):  # a fenced rank gets a Fence for each version it misses
-                        _log.warning("member=%s %s", member, f"fenced: {reason}" if reason else "no longer fenced")
+                        _log.warning(
+                            "member=%s %s", called(member), f"fenced: {reason}" if reason else "no longer fenced"
+                        )
                     self.step(message)
                 case local.Evicted(member, reason):
-                    _log.warning("member=%s evicted: %s", member, reason)
+                    _log.warning("member=%s evicted: %s", called(member), reason)
                     self.step(message)
                 case local.Failure() if rank.bond is Bond.ORPHANED:
                     pass  # this process has closed the session itself

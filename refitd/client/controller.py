@@ -15,6 +15,7 @@ from refitd.client.reconnect import Give, Line
 from refitd.errors import CommitError, RefitdError, from_code
 from refitd.protocol import local
 from refitd.protocol.base import Message
+from refitd.text import called
 
 _log = logging.getLogger("refitd.client")
 
@@ -97,7 +98,7 @@ class ReplicaController:
                 case local.Control(_, swap, "commit", int(version)):
                     self._answer(swap, "commit", self._commit, version)
                 case local.Control(_, swap, "resume", version):
-                    _log.info("swap=%s member=%s resumes version=%s", swap, self.member, version)
+                    _log.info("swap=%s member=%s resumes version=%s", swap, called(self.member), version)
                     self._go_on(version)
                 case local.Failure() if self._connection.is_awaited:
                     if self.is_paused:
@@ -113,7 +114,7 @@ class ReplicaController:
     def _answer(self, swap: str, what: str, hook: Callable[[int], object] | None, version: int) -> None:
         """Call a hook and report the result to the daemon."""
         assert what in ("pause", "commit")
-        _log.info("swap=%s member=%s version=%s %s", swap, self.member, version, what)
+        _log.info("swap=%s member=%s version=%s %s", swap, called(self.member), version, what)
         if not self.is_paused:
             self.is_paused, self._since = True, time.perf_counter()
         reason = ""
@@ -123,7 +124,7 @@ class ReplicaController:
         except BaseException as exc:  # also SystemExit: this thread must survive for the next hook
             reason = f"the {what} hook of replica {self.replica!r} raised {type(exc).__name__}: {exc}"
             self.error = CommitError(reason)
-            _log.error("swap=%s member=%s %s", swap, self.member, reason)
+            _log.error("swap=%s member=%s %s", swap, called(self.member), reason)
         paused_s = time.perf_counter() - self._since
         told = local.Controlled(
             member=self.member,
@@ -145,4 +146,4 @@ class ReplicaController:
             self._resume(version)
         except BaseException as exc:
             self.error = CommitError(f"the resume hook of replica {self.replica!r} raised {type(exc).__name__}: {exc}")
-            _log.error("member=%s %s", self.member, self.error)
+            _log.error("member=%s %s", called(self.member), self.error)

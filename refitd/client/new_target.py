@@ -22,7 +22,7 @@ from refitd.client.target_tensors import Derived, TargetTensors
 from refitd.errors import RefusedError
 from refitd.protocol import local
 from refitd.protocol.shards import Place, SharedTensor, shard_of
-from refitd.text import shown
+from refitd.text import called, shown
 
 if TYPE_CHECKING:
     from refitd.client.client import Client
@@ -97,7 +97,7 @@ def register(
         message = _message(client, new)
         registered = connection.request(message, local.Registered, options.timeout)
         if registered.not_restored:
-            _log.warning("member=%s %s", registered.member, registered.not_restored)
+            _log.warning("member=%s %s", called(registered.member), registered.not_restored)
         with client._given_back(connection, registered.member):
             staging, pair = _mapped(client, connection, message, registered)
             if staging is not None and registered.restores:

@@ -27,7 +27,7 @@ from refitd.describe.module import local_tensor
 from refitd.errors import RefusedError
 from refitd.mxfp8.buffers import is_quantized
 from refitd.protocol.shards import SharedTensor, VersionOf
-from refitd.text import shown
+from refitd.text import shown, target_rank
 
 if TYPE_CHECKING:
     from refitd.client.target_tensors import TargetTensors
@@ -191,7 +191,7 @@ class Owned:
     @property
     def who(self) -> str:
         """The registration's name in errors."""
-        return f"{self.model}/{self.replica}:{self.rank}"
+        return f"model {self.model!r} {target_rank(self.replica, self.rank)}"
 
     def is_registered_as(self, other: Owned) -> bool:
         """Return whether both are the same rank of a replica at one daemon; the coordinator admits one at a time."""

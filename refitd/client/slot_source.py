@@ -28,6 +28,7 @@ from refitd.errors import PeerLost, RefitdError, RefusedError, TransportError, f
 from refitd.protocol import local
 from refitd.protocol.base import Message
 from refitd.protocol.shards import Shard, shard_of
+from refitd.text import called
 
 if TYPE_CHECKING:
     import torch
@@ -163,7 +164,7 @@ class SourceSlots:
                 _log.warning(
                     "member=%s its published versions %s are gone: their memory could not be given back to the daemon; "
                     "publish the next one",
-                    registered.member,
+                    called(registered.member),
                     sorted(held.values()),
                 )
             self.arenas = tuple(connection.map_arena(arena, write=True) for arena in registered.slots)
@@ -353,7 +354,9 @@ class SlotSource(ABC):
             if not names:
                 return
             named = ", ".join(sorted(names)[:5])
-            _log.info("member=%s %d tensors are offered unrounded from now on: %s", self.member, len(names), named)
+            _log.info(
+                "member=%s %d tensors are offered unrounded from now on: %s", called(self.member), len(names), named
+            )
             self._offers(self._widen(names))
             slots.change(shard_of(list(self._wire), is_partial=slots.message.shard.is_partial))
             connection.unlisten(self.member)
@@ -371,7 +374,7 @@ class SlotSource(ABC):
             if time.monotonic() > deadline:
                 _log.warning(
                     "member=%s a swap still reads an older version, so %s and %d other tensors are rounded once more",
-                    self.member,
+                    called(self.member),
                     min(names),
                     len(names) - 1,
                 )

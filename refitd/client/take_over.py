@@ -35,6 +35,7 @@ from refitd.describe.memory import gpu_of
 from refitd.errors import ArenaError, CommitError, RefitdError, RefusedError
 from refitd.protocol import local
 from refitd.protocol.shards import Place
+from refitd.text import called
 
 # The application configures this logger. Lines carry the swap's id, as in the other processes' logs.
 _log = logging.getLogger("refitd.client")
@@ -208,7 +209,11 @@ class TakeOver:
             if not state.rank.owes_report:
                 reason = str(exc) if isinstance(exc, Exception) else f"it was interrupted twice: {exc!r}"
                 _log.error(
-                    "swap=%s member=%s version=%s failed: %s", prepare.swap, state.rank.member, prepare.version, reason
+                    "swap=%s member=%s version=%s failed: %s",
+                    prepare.swap,
+                    called(state.rank.member),
+                    prepare.version,
+                    reason,
                 )
                 state.step(WriteFailed(reason))
             self._report()
@@ -218,7 +223,7 @@ class TakeOver:
         _log.info(
             "swap=%s member=%s version=%s committed paused_s=%.4f",
             prepare.swap,
-            state.rank.member,
+            called(state.rank.member),
             prepare.version,
             state.last_pause_s,
         )

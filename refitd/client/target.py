@@ -26,6 +26,7 @@ from refitd.commit.rank_state import Bond, RankStep, Suspended, Woken
 from refitd.errors import RefitdError, RefusedError
 from refitd.protocol import local
 from refitd.protocol.base import Message
+from refitd.text import called
 
 _log = logging.getLogger("refitd.client")
 
@@ -314,7 +315,7 @@ class Target:
     def forked(self) -> None:
         """In a forked child: warn if the weights are shared with the parent. The parent's commits change them here."""
         if self._state.rank.bond is not Bond.CLOSED and self.arenas():
-            _log.warning("member=%s %s", self.member, self._state.obstacle())
+            _log.warning("member=%s %s", called(self.member), self._state.obstacle())
 
     def arenas(self) -> set[int]:
         """Return the arenas from `allocate` that hold its tensors."""

@@ -34,7 +34,7 @@ from refitd.mxfp8.format import TILE, Rounding
 from refitd.mxfp8.parts import DATA_DTYPE, SCALE_DTYPE, TILES, check_blocks, check_tiles, parts_of
 from refitd.protocol import local
 from refitd.protocol.shards import Conversion, DerivedTensor, HeldTensor, KeptTensor, shard_of, staged
-from refitd.text import shown
+from refitd.text import called, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,7 +333,7 @@ class LiveChecks:
         self._staging = staging
         self._commits = 0
         self.suspended = False  # the engine may have unmapped the tensors: reading them may crash the process
-        self._still = Turn(f"the tensors of {member} are being taken over, or looked at,")
+        self._still = Turn(f"the tensors of {called(member)} are being taken over, or looked at,")
 
     def release(self) -> None:
         """Drop the reference to the target, because a cycle would keep its tensors until the garbage collector runs."""

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from refitd.errors import IllegalTransition
 from refitd.protocol.local import CommitDone, CommitFailed, Evicted, Failure, Fence, Poisoned, PrepareCommit
+from refitd.text import called
 
 
 class RankStep(enum.Enum):
@@ -246,7 +247,7 @@ def step(state: RankState, event: Event) -> tuple[RankState, Report | None]:
     to = STEPS.get((type(event), state.step))
     begins_nothing = isinstance(event, Begun | GaveUp) and state.pending is None
     if to is None or begins_nothing:
-        raise IllegalTransition(f"{event} cannot happen while {state.member} is {state}")
+        raise IllegalTransition(f"{event} cannot happen while {called(state.member)} is {state}")
     bond = BONDS.get((type(event), state.bond), state.bond)
     return _filled(state, event, replace(state, step=to, bond=bond))
 
@@ -305,7 +306,7 @@ def _filled(before: RankState, event: Event, moved: RankState) -> tuple[RankStat
             moved = replace(moved, suspended=isinstance(event, Suspended), version=version)
         case Evicted(member, reason, exchanged):
             if before.bond is Bond.JOINED:
-                text = f"{member} was removed: {reason}; register_target again"
+                text = f"{called(member)} was removed: {reason}; register_target again"
                 moved = replace(moved, fenced=text, failure=Failure("refused", text), pending=None)
                 moved = replace(moved, is_estranged=before.is_estranged or before.flipped != exchanged)
         case _:

@@ -16,6 +16,7 @@ from refitd.coordinator.members import Controller, ControlStep, Member, Membersh
 from refitd.errors import RefusedError
 from refitd.protocol import cluster, local
 from refitd.protocol.shards import VersionOf
+from refitd.text import called
 
 MAX_CONTROLLERS = 1 << 16
 
@@ -35,10 +36,10 @@ def add(turn: Turn, node: Node, added: local.RegisterController, membership: Mem
     """
     known = turn.fleet.controllers
     if len(known) >= MAX_CONTROLLERS:
-        raise RefusedError(f"{added.member}: there are {MAX_CONTROLLERS} already, which is the limit")
+        raise RefusedError(f"{called(added.member)}: there are {MAX_CONTROLLERS} already, which is the limit")
     there = membership.controllers.get(added.replica)
     if added.member in known:
-        raise RefusedError(f"{added.member} is registered already, on {known[added.member].node}")
+        raise RefusedError(f"{called(added.member)} is registered already, on {known[added.member].node}")
     if there is not None:
         raise RefusedError(
             f"model {added.model!r} replica {added.replica!r} is controlled by pid {there.added.pid} on "

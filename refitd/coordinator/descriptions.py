@@ -29,6 +29,7 @@ from refitd.protocol.base import decoded, fields_of, inflated
 from refitd.protocol.cluster import AddShard
 from refitd.protocol.keys import check_tensor_names
 from refitd.protocol.shards import Shard, WireTensor, metadata_of
+from refitd.text import called
 
 # Limits: bytes of one shard, or of one node's share of a swap (the sum of thousands fits a message's integers), and
 # unused descriptions, by their tensors, tiles and group entries (some hundred megabytes) and by their number.
@@ -373,7 +374,7 @@ class Descriptions:
         """
         found = self._known.get(added.digest)
         if found is None:
-            raise UnknownShard(f"{added.member}: no shard {added.digest} has been described to this coordinator")
+            raise UnknownShard(f"{called(added.member)}: this coordinator knows no shard {added.digest}")
         return found
 
 

@@ -33,6 +33,7 @@ from refitd.protocol import cluster, local
 from refitd.protocol.base import Message
 from refitd.protocol.reports import Crossing, SourceReport, SwapReport, TraceReport, VerifyReport
 from refitd.states import Log
+from refitd.text import called
 
 # Limit on journal entries in one answer.
 MAX_HISTORY = 1000
@@ -318,7 +319,7 @@ class Fleet:
         """
         found = self.members.get(member_id)
         if found is not None and found.place.node != node:
-            raise RefusedError(f"{member_id} is one of node {found.node!r}; node {node!r} cannot speak for it")
+            raise RefusedError(f"{called(member_id)} is one of node {found.node!r}; node {node!r} cannot speak for it")
         return found
 
     def member(self, node: str, member_id: str) -> Member:
@@ -329,7 +330,7 @@ class Fleet:
         """
         found = self.own(node, member_id)
         if found is None:
-            raise RefusedError(f"{member_id} is not registered; register again")
+            raise RefusedError(f"{called(member_id)} is not registered; register again")
         return found
 
 

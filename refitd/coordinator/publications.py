@@ -33,7 +33,7 @@ def published(turn: Turn, member: Member, message: local.Publish) -> None:
     """
     state, source, version = turn.fleet.models[member.added.model], member.source, message.version
     if version not in source.versions and len(source.versions) >= MAX_VERSIONS:
-        raise RefusedError(f"{member.id}: holds {MAX_VERSIONS} versions already; withdraw some")
+        raise RefusedError(f"{member.describe()}: holds {MAX_VERSIONS} versions already; withdraw some")
     text = used_up(state, version, member.run)
     if not text and version <= state.bases.get(member.run, -1):
         first = state.bases[member.run] + 1

@@ -21,7 +21,7 @@ from refitd.protocol import cluster, local
 from refitd.protocol.base import Message
 from refitd.protocol.reports import EvictReport, ForgetReport
 from refitd.protocol.shards import Shard
-from refitd.text import target_rank
+from refitd.text import called, target_rank
 
 # Limit on replicas recorded for a drained node. A further replica that loses its rank there counts as incomplete.
 MAX_REPLICAS = 4096
@@ -55,13 +55,13 @@ def add(turn: Turn, node: Node, added: cluster.AddShard) -> Message:
     """
     fleet, name = turn.fleet, node.status.node
     if (there := fleet.members.get(added.member)) is not None:
-        raise RefusedError(f"{added.member} is registered already, on node {there.node!r}")
+        raise RefusedError(f"{called(added.member)} is registered already, on node {there.node!r}")
     if len(fleet.members) >= MAX_MEMBERS:
-        raise RefusedError(f"{added.member}: {MAX_MEMBERS} ranks are registered, which is the limit")
+        raise RefusedError(f"{called(added.member)}: {MAX_MEMBERS} ranks are registered, which is the limit")
     if len(added.versions) > MAX_VERSIONS:
-        raise RefusedError(f"{added.member}: holds {len(added.versions)} versions, at most {MAX_VERSIONS}")
+        raise RefusedError(f"{called(added.member)}: holds {len(added.versions)} versions, at most {MAX_VERSIONS}")
     if added.rank >= added.world_size:
-        raise RefusedError(f"{added.member}: rank {added.rank} is not below world_size {added.world_size}")
+        raise RefusedError(f"{called(added.member)}: rank {added.rank} is not below world_size {added.world_size}")
     if added.observes and name in fleet.drained:
         raise RefusedError(
             f"model {added.model!r}: node {name!r} is drained, so replica {added.replica!r}, which "

@@ -315,7 +315,7 @@ class LocalArenas(dict[int, Arena]):
             raise RefusedError(f"arena {arena} is not one that this client has allocated, or it is free already")
         for member in members:
             if arena in member.registration.live.arenas():
-                raise RefusedError(f"arena {arena} holds tensors of {member.id}; close that registration first")
+                raise RefusedError(f"arena {arena} holds tensors of {member.name}; close that registration first")
         session.arenas.discard(arena)
         self.free(effects, {arena})
 

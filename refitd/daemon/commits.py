@@ -24,6 +24,7 @@ from refitd.daemon.new_members import member_id
 from refitd.errors import IllegalTransition, RefusedError
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message, clipped
+from refitd.text import called
 
 
 @dataclass(slots=True)
@@ -355,5 +356,5 @@ class LocalControllers:
     def _own(self, session: ClientSession, member: str) -> LocalController:
         found = self._all.get(member)
         if found is None or found.session != session.id:
-            raise RefusedError(f"{member!r} is not a controller of this session; register again")
+            raise RefusedError(f"{called(member)!r} is not a controller of this session; register again")
         return found

@@ -32,6 +32,7 @@ from refitd.errors import IllegalTransition, RefusedError
 from refitd.plan.table import RegionTable
 from refitd.protocol import cluster, sidecar
 from refitd.protocol.base import clipped
+from refitd.text import called
 
 
 class SeedProofs:
@@ -166,7 +167,7 @@ class Spares:
         try:
             for member_id, member in members:
                 if member is None:
-                    raise RefusedError(f"{member_id} is no longer registered on node {self._queue.node}")
+                    raise RefusedError(f"{called(member_id)} is no longer registered on node {self._queue.node}")
                 step_of(member.state, event)  # check all members first: a refusal must not change any of them
         except (RefusedError, IllegalTransition) as exc:
             self._stage_failed(effects, message.swap, f"node {self._queue.node}", clipped(str(exc)))

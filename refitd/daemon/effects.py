@@ -133,7 +133,7 @@ class Effects(list[Instruction]):
             state = step_of(member.state, event)
         except IllegalTransition as exc:
             before = "; ".join(member.events()) or "none"
-            raise IllegalTransition(f"{member.id}: {exc}; its last events: {before}") from None
+            raise IllegalTransition(f"{member.name}: {exc}; its last events: {before}") from None
         member.state = state
         member.history.append((event, state))
         self.moved[member.id] = member

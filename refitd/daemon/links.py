@@ -18,6 +18,7 @@ from refitd.protocol import local
 from refitd.protocol.base import Message, clipped
 from refitd.protocol.keys import ALL_ROLES
 from refitd.protocol.reports import RefusedRegistration, SwapProgress
+from refitd.text import called
 
 # The coordinator answers every update (one a second). After this long without a message it counts as lost.
 COORDINATOR_SILENCE_S = 5.0
@@ -310,7 +311,7 @@ class ClientSession:
         """
         member = members.get(member_id)
         if member is None or member.session != self.id:
-            raise RefusedError(f"{member_id!r} is not a registration of this session; register again")
+            raise RefusedError(f"{called(member_id)!r} is not a registration of this session; register again")
         return member
 
     def check_room(self, message: local.ClientRequest, waiting: int) -> None:

@@ -14,7 +14,7 @@ from refitd.protocol.cluster import Stage
 from refitd.protocol.local import RegisterSource, RegisterTarget
 from refitd.protocol.sidecar import HeldBase
 from refitd.states import TransferMode
-from refitd.text import brief
+from refitd.text import brief, called
 
 # limit on the consecutive full versions that a target gets after its base was found wrong
 MOST_FULL = 64
@@ -253,6 +253,11 @@ class LocalMember:
     seeding: set[str] = field(default_factory=set)  # target: catch-ups of other replicas that read its version
     bases: BaseTrust = field(default_factory=BaseTrust)  # target: whether its version may be the base of a delta
     proofs: RankProofs = RankProofs()
+
+    @property
+    def name(self) -> str:
+        """Its name in errors."""
+        return called(self.id)
 
     @property
     def mode(self) -> TransferMode:

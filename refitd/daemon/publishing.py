@@ -36,7 +36,7 @@ class Publishing:
         self._link.check()
         source = _source(member)
         if not source.slots:
-            raise RefusedError(f"{member.id}: its tensors live in an arena and are lent, not copied; use lend()")
+            raise RefusedError(f"{member.name}: its tensors live in an arena and are lent, not copied; use lend()")
         _check_new(member, source, version, "requests for a snapshot slot", len(source.waiting))
         source.waiting.append(WaitingPublish(session, request, version, deadline))
         self._grant(effects, member)
@@ -55,7 +55,7 @@ class Publishing:
         source = _source(member)
         slot = source.slots[index] if index is not None and index < len(source.slots) else None
         if slot is None or slot.writing != version:
-            raise RefusedError(f"{member.id}: slot {index} was not granted for version {version}; publish again")
+            raise RefusedError(f"{member.name}: slot {index} was not granted for version {version}; publish again")
         try:
             self._link.check()
         except RefitdError:
@@ -95,7 +95,7 @@ class Publishing:
         self._link.check()
         if not member.registration.live:
             raise RefusedError(
-                f"{member.id}: its tensors are outside arenas, and only tensors in arenas are lent; publish"
+                f"{member.name}: its tensors are outside arenas, and only tensors in arenas are lent; publish"
             )
         source.leases[version] = set()
         self._announce(effects, member, session, request, version, message.is_anew)
@@ -178,7 +178,7 @@ class Publishing:
             for waiting in [w for w in source.waiting if w.deadline <= effects.now]:
                 source.waiting.remove(waiting)
                 error = DeadlineExceeded(
-                    f"{member.id}: no snapshot slot became free for version {waiting.version} in time; "
+                    f"{member.name}: no snapshot slot became free for version {waiting.version} in time; "
                     f"{_why_not(member, source)}; wait for them, or register with more slots"
                 )
                 effects.fail(waiting.session, waiting.request, error)
@@ -250,7 +250,7 @@ class Publishing:
 
 def _source(member: LocalMember) -> SourceSide:
     if member.source is None:
-        raise RefusedError(f"{member.id}: it is a target; only a source publishes versions")
+        raise RefusedError(f"{member.name}: it is a target; only a source publishes versions")
     return member.source
 
 
@@ -281,4 +281,4 @@ def _check_new(member: LocalMember, source: SourceSide, version: int, what: str,
             f"not newer than {source.newest}, which was published before; versions only go up"
         )
     if count >= MAX_OPEN:
-        raise RefusedError(f"{member.id}: has {count} {what} already, at most {MAX_OPEN}; end some first")
+        raise RefusedError(f"{member.name}: has {count} {what} already, at most {MAX_OPEN}; end some first")

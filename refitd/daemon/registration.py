@@ -128,7 +128,7 @@ class LocalRegistrations:
             self._retained.give(retained, member)
             self._return(effects, session, request, member, PART_OF_TIMEOUT * message.timeout_s)
             return
-        labels = tuple((size, f"{member.id}, {what}") for what, size in sizes.items())
+        labels = tuple((size, f"{member.name}, {what}") for what, size in sizes.items())
         wanted = WantedArenas(
             session.id,
             request,
@@ -211,7 +211,7 @@ class LocalRegistrations:
         if not source:
             self._permits.check_free()
         if freed := r.live.arenas() - self._arenas.keys():
-            raise RefusedError(f"{member.id}: arenas {sorted(freed)} have been freed, which hold its tensors")
+            raise RefusedError(f"{member.name}: arenas {sorted(freed)} have been freed, which hold its tensors")
         session = self._sessions[wanted.session]
         given = self._given(session, r)
         for index, (arena, (size, label)) in enumerate(zip(arenas, wanted.wanted, strict=True), len(given)):
@@ -227,7 +227,7 @@ class LocalRegistrations:
             )
         for index, arena in enumerate(given):
             session.arenas.discard(arena)
-            label = f"{member.id}, {'slot' if source else 'staging'}{index}"
+            label = f"{member.name}, {'slot' if source else 'staging'}{index}"
             self._arenas.rename(effects, arena, label, write=source or r.flips, workers_write=not source)
         arenas = given + arenas
         if isinstance(asked := r.request, local.RegisterSource):
@@ -329,7 +329,7 @@ class LocalRegistrations:
             RefusedError: the version has not been handed to it yet.
         """
         if is_restoring(member) and self._proofs.is_checking(member):
-            raise RefusedError(f"{member.id}: what it restores is still being compared")
+            raise RefusedError(f"{member.name}: what it restores is still being compared")
         effects.move(member, ContentRestored())
         self._tell(effects, session.id, request, member, Returned(member, session.uid))
 

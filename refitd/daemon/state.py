@@ -189,7 +189,7 @@ class DaemonState:
         if member.session in self.sessions:
             self.sessions[member.session].members.discard(member.id)
         for waiting in member.source.waiting if member.source is not None else ():
-            effects.fail(waiting.session, waiting.request, RefusedError(f"{member.id}: {reason}"))
+            effects.fail(waiting.session, waiting.request, RefusedError(f"{member.name}: {reason}"))
         self.permits.withdraw(effects, member)
         self.commits.member_left(member)
         self.proofs.left(effects, member, reason)

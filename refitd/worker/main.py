@@ -21,6 +21,7 @@ from refitd.copy_services.wires import Wires
 from refitd.errors import ArenaError, DeadlineExceeded, PeerLost, RefitdError
 from refitd.protocol import local, sidecar
 from refitd.protocol.base import Decoder, encode
+from refitd.text import called
 from refitd.worker.devices import Devices
 from refitd.worker.exchanges import ExchangeJob, Exchanges
 from refitd.worker.host_jobs import read
@@ -122,7 +123,7 @@ class Publications(Arriving):
             if left <= 0:
                 one = self._of[arena]
                 raise DeadlineExceeded(
-                    f"source {one.member} has not written bytes {begin} to {end} of version {one.version} after "
+                    f"{called(one.member)} has not written bytes {begin} to {end} of version {one.version} after "
                     f"{self._timeout_s:.1f} s; look at its trainer, raise deadlines.stage_s, or swap once it has "
                     "published"
                 )

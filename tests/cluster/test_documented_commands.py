@@ -32,6 +32,7 @@ ELSEWHERE = {
     "VLLM_SERVER_DEV_MODE=": "scripts/try-engines",
     "vllm serve": "scripts/try-engines",
     "--weight-transfer-config": "scripts/try-engines",
+    "TRAINER=": "scripts/try-slurm",
     "systemctl": "scripts/try-systemd",
     "docker build": "no test: no docker in the test environment",
     "refitctl dashboard": "tests/cluster/test_dashboard.py",
@@ -41,6 +42,7 @@ ELSEWHERE = {
 WORDS = (
     ("[policy] [--node n1]", "policy --node {node}"),
     ("drain n1", "drain {node}"),
+    ("resume n1", "resume {node}"),
     ("watch policy", "watch policy --count 1"),
     ("version=7", "version={live}"),
     ("--version 7", "--version {live}"),

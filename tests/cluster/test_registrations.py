@@ -272,7 +272,7 @@ def register_swap_and_close(trainer: Client, engine: Client, version: int, count
     targets = [engine.register_target(policy(), t, replica=r) for r, t in (("a", live), ("b", placed))]
     go_live(trainer, source, version, *targets)
     assert torch.equal(placed["w"], full["w"]) and torch.equal(live["w"], full["w"])
-    with pytest.raises(RefusedError, match=f"registered as {policy()}/b:0"):
+    with pytest.raises(RefusedError, match=f"holds tensors of model '{policy()}' replica 'b' rank 0 on"):
         engine.free(placed)
     for registered in (*targets, source):
         registered.close()

@@ -1,8 +1,8 @@
 """Files of this version, recorded for later trees, which must read them (tests/unit/test_recorded.py).
 
-    python -m tests.recorded     writes the files that are missing; it replaces none
+    python -m tests.recorded     writes the files, messages and names that are missing; it replaces none
 
-A journal and a configuration are read for ever, so a change of their format adds files beside these. Messages are read
+Journals and files of people are read for ever, so a change of their format adds files beside these. Messages are read
 within a major version of the protocol: another one begins a new file, and its predecessor is deleted. A name that is
 removed from names.txt needs a line in CHANGELOG.md.
 """
@@ -18,20 +18,26 @@ from typing import get_args
 import msgspec
 
 import refitd
-from refitd.coordinator.journals import SCHEMA_VERSION, Drain, SwapRecord
+from refitd.coordinator.journals import SCHEMA, SCHEMA_VERSION, Drain, KnownNode, LiveVersion, Recovered, SwapRecord
 from refitd.coordinator.journals.file import FileJournal
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION
-from refitd.protocol.reports import SwapReport
+from refitd.protocol.reports import LostNode, ReplicaName, SwapReport
 from refitd.states import SwapOutcome
 from refitd_cli import control, daemon
 from tests.fuzz.values import value_of
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 MESSAGES = HERE / f"protocol-{PROTOCOL_VERSION // 1000}.jsonl"
-JOURNAL = HERE / f"journal-{SCHEMA_VERSION}.sql"
+JOURNAL = HERE / f"journal-{SCHEMA_VERSION}.{SCHEMA.count('CREATE TABLE')}.sql"  # with its number of tables
 CONFIGURATION = HERE / "configuration.toml"
 NAMES = HERE / "names.txt"
+COPIED = {  # from configs/
+    CONFIGURATION: "laptop.toml",
+    HERE / "cluster.toml": "clusters/ethernet-10g.toml",
+    HERE / "layout.toml": "layouts/llama-3-70b-serve-tp4.toml",
+    HERE / "model.toml": "layouts/models/llama-3-70b-vllm.toml",
+}
 
 REPORT = msgspec.json.encode(SwapReport("s2", "policy", 7, SwapOutcome.DECIDED))
 RECORDS = (
@@ -42,6 +48,8 @@ RECORDS = (
     SwapRecord("s3", "policy", 8, "aborted", "d1", "a worker died", 3.0, run="r"),
 )
 DRAIN = Drain("n1", frozenset({("policy", "a")}))
+RECOVERED = Recovered("draft", LiveVersion(3, "r", 4, "s9"), "the lost journal", 6.0, 3)
+NODE = KnownNode("n2", LostNode("n2", "box", 7, 9.0, "no heartbeat", (ReplicaName("policy", "b"),), ("policy",)), 5.0)
 
 
 def kinds() -> list[type[msgspec.Struct]]:
@@ -71,11 +79,12 @@ def messages() -> str:
 
 
 def journal(place: Path) -> str:
-    """Return a journal with a decided, a committed and an aborted swap and a drained node, as SQL."""
+    """Return a journal with rows in every table, as SQL."""
     written = FileJournal(place)
     for record in RECORDS:
         written.write(record)
     written.set_drain(DRAIN, 4.0)
+    written.note(NODE, RECOVERED)
     written.close()
     written.abandon()
     with sqlite3.connect(place) as db:

@@ -153,6 +153,22 @@ def test_path_with_the_form_of_a_key_is_a_path(path):
         daemon_keys(config)
 
 
+def test_other_text_with_the_form_of_a_key_is_a_key_also_with_a_slash_in_it(tmp_path, monkeypatch):
+    text = "sub/dir/" + "x" * 32
+    monkeypatch.chdir(tmp_path)
+    assert keys.read_public(text) == text
+    found = Config(
+        coordinator=CoordinatorConfig(endpoint="tcp://h:1"), security=SecurityConfig(key=text, server_key="x" * 40)
+    )
+    with pytest.raises(ConfigError, match="holds a key, or no file has this name") as refused:
+        daemon_keys(found)
+    assert text not in str(refused.value)  # it may be a secret key
+    (tmp_path / "sub/dir").mkdir(parents=True)
+    (tmp_path / text).touch()
+    with pytest.raises(ConfigError, match=f"{text}: no key in it"):
+        keys.read_public(text)
+
+
 # --- which keys a process uses ----------------------------------------------------------------------------
 
 

@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from refitd.config import load
+from refitd import config
+from refitd.clusters import load_cluster
 from refitd.coordinator.journals.file import FileJournal
+from refitd.offline.files import load, load_model
 from tests import recorded
 
 JOURNALS = sorted(recorded.HERE.glob("journal-*.sql"))
@@ -30,7 +32,7 @@ def test_every_recorded_message_of_this_major_protocol_is_read_with_all_its_fiel
     assert recorded.MESSAGES.exists(), "another major protocol: python -m tests.recorded, delete the old file"
     kinds = {kind.__name__: kind for kind in recorded.kinds()}
     earlier = [msgspec.json.decode(line) for line in recorded.MESSAGES.read_text().splitlines()]
-    assert len(earlier) > 90
+    assert {message["type"] for message in earlier} == {*kinds}, "a new message: python -m tests.recorded"
     for message in earlier:
         found = msgspec.convert(message, kinds[message["type"]], builtin_types=())
         assert covers(msgspec.json.decode(msgspec.json.encode(found)), message), message["type"]
@@ -50,24 +52,34 @@ def test_a_recorded_journal_is_read(path: Path, tmp_path: Path) -> None:
         decided = journal.decided("s2")
         assert decided is not None and decided.written_report() is not None
         assert journal.drained() == {"n1": frozenset({("policy", "a")})}
+        if path.stem != "journal-3":  # which is older than the table of nodes
+            assert journal.nodes() == [recorded.NODE]
+            assert journal.live("draft") == recorded.RECOVERED.live and journal.continues("the lost journal")
     finally:
         journal.close()
         journal.abandon()
 
 
 def test_the_present_journal_is_recorded() -> None:
-    assert recorded.JOURNAL in JOURNALS, "another schema: python -m tests.recorded"
+    assert recorded.JOURNAL in JOURNALS, "another schema, or a new table: python -m tests.recorded"
 
 
 def test_a_recorded_configuration_is_read_with_all_its_values() -> None:
-    found = msgspec.to_builtins(load(str(recorded.CONFIGURATION), environ={}))
+    found = msgspec.to_builtins(config.load(str(recorded.CONFIGURATION), environ={}))
     earlier = tomllib.loads(recorded.CONFIGURATION.read_text())
     earlier.pop("models", None)
     assert covers(msgspec.json.decode(msgspec.json.encode(found)), earlier)
 
 
-def test_recorded_names_exist() -> None:
-    missing = {*recorded.NAMES.read_text().splitlines()} - {*recorded.names().splitlines()}
-    assert missing == set(), (
+def test_recorded_manifests_and_clusters_are_read() -> None:
+    speeds, model = load_cluster(recorded.HERE / "cluster.toml"), load_model(recorded.HERE / "model.toml")
+    layout = load(recorded.HERE / "layout.toml", model)
+    assert (speeds.nic_gb_s, model.layers, layout.tp, layout.dp) == (1.125, 80, 4, 8)
+
+
+def test_the_present_names_are_recorded_and_recorded_ones_exist() -> None:
+    present, earlier = ({*text.splitlines()} for text in (recorded.names(), recorded.NAMES.read_text()))
+    assert present <= earlier, "new names: python -m tests.recorded"
+    assert earlier <= present, (
         "name the replacement in CHANGELOG.md, then remove these names from tests/recorded/names.txt"
     )

@@ -1,0 +1,66 @@
+BEGIN TRANSACTION;
+CREATE TABLE continued (  -- the journals that were lost, and whose decisions this one has taken over
+    id TEXT PRIMARY KEY
+) STRICT, WITHOUT ROWID;
+INSERT INTO "continued" VALUES('the lost journal');
+CREATE TABLE decided (  -- each version that was live, and when it was decided last
+    model TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    run TEXT NOT NULL,
+    sequence INTEGER NOT NULL,
+    PRIMARY KEY (model, version)
+) STRICT, WITHOUT ROWID;
+INSERT INTO "decided" VALUES('draft',3,'r',4);
+INSERT INTO "decided" VALUES('policy',7,'r',1);
+CREATE TABLE drained (  -- refitd before it had drains does not look here
+    node TEXT PRIMARY KEY,
+    replicas TEXT NOT NULL,  -- JSON: [model, replica], ...
+    at REAL NOT NULL
+) STRICT, WITHOUT ROWID;
+INSERT INTO "drained" VALUES('n1','[["policy", "a"]]',4.0);
+CREATE TABLE journal (  -- one row: which journal this is, and the number of its last decision
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    id TEXT NOT NULL,
+    sequence INTEGER NOT NULL
+) STRICT;
+INSERT INTO "journal" VALUES(1,'8b0af2c568e64b48',4);
+CREATE TABLE live (  -- what was decided last; history pushes nothing out of it
+    model TEXT PRIMARY KEY,
+    version INTEGER NOT NULL,
+    run TEXT NOT NULL,
+    sequence INTEGER NOT NULL,
+    swap TEXT NOT NULL,
+    at REAL NOT NULL
+) STRICT;
+INSERT INTO "live" VALUES('policy',7,'r',1,'s2',2.0);
+INSERT INTO "live" VALUES('draft',3,'r',4,'s9',6.0);
+CREATE TABLE nodes (  -- which are connected or lost
+    node TEXT PRIMARY KEY,
+    described TEXT NOT NULL,  -- JSON: LostNode
+    heard REAL NOT NULL
+) STRICT, WITHOUT ROWID;
+INSERT INTO "nodes" VALUES('n2','{"node":"n2","host":"box","pid":7,"silent_s":9.0,"reason":"no heartbeat","replicas":[{"model":"policy","replica":"b"}],"sources":["policy"]}',5.0);
+CREATE TABLE numbers (  -- the highest that was decided, and the highest that a swap was begun to
+    model TEXT PRIMARY KEY,
+    decided INTEGER NOT NULL DEFAULT -1,
+    tried INTEGER NOT NULL DEFAULT -1,
+    tried_run TEXT NOT NULL DEFAULT ''
+) STRICT;
+INSERT INTO "numbers" VALUES('policy',7,8,'r');
+INSERT INTO "numbers" VALUES('draft',3,-1,'');
+CREATE TABLE swaps (
+    swap TEXT PRIMARY KEY,
+    model TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    state TEXT NOT NULL,      -- decided, committed, incomplete, aborted
+    plan TEXT NOT NULL DEFAULT '',
+    reason TEXT NOT NULL DEFAULT '',
+    at REAL NOT NULL,         -- seconds since the epoch
+    report BLOB NOT NULL DEFAULT x'',  -- how it ended, or what was decided: a SwapReport as JSON
+    run TEXT NOT NULL DEFAULT ''
+) STRICT;
+INSERT INTO "swaps" VALUES('s1','policy',6,'committed','d1','',1.0,X'','r');
+INSERT INTO "swaps" VALUES('s2','policy',7,'decided','d1','',2.0,X'7B2274797065223A22537761705265706F7274222C2273776170223A227332222C226D6F64656C223A22706F6C696379222C2276657273696F6E223A372C226F7574636F6D65223A2264656369646564222C227068617365223A22222C22726561736F6E223A22222C226279746573223A302C22636F70696573223A302C2264696765737473223A302C22706C616E5F73223A302E302C2273746167655F73223A302E302C2270617573655F73223A302E302C22636F6D6D69745F73223A302E302C22746F74616C5F73223A302E302C226D656D62657273223A5B5D2C22736F7572636573223A5B5D2C226B696E64223A2261736B6564222C22636F6E7665727465645F6279746573223A302C2272756E223A22222C226576656E7473223A5B5D2C2273757370656E646564223A5B5D2C226B6570745F74656E736F7273223A302C226B6570745F6279746573223A302C226361757365223A22222C2263726F7373696E67223A7B226279746573223A302C2263726F737365645F6279746573223A302C2264656C74615F6279746573223A302C226368616E6765645F6279746573223A307D2C22647261696E6564223A5B5D2C2272656675736564223A5B5D2C227061746873223A5B5D2C226770755F7061746873223A5B5D7D','r');
+INSERT INTO "swaps" VALUES('s3','policy',8,'aborted','d1','a worker died',3.0,X'','r');
+COMMIT;
+PRAGMA user_version=3;
