@@ -76,6 +76,8 @@ def test_only_pairs_that_exchange_connect_and_only_those_of_a_dead_worker_connec
             assert set(before) == set(pairs) and all(len(ends) == 1 for ends in before.values())
             second = replica("b")  # another plan, and another epoch
             with Engine(*(target for target, _ in second)):
+                # a swap would abort the catch-up, and an abort replaces workers that copy
+                eventually(lambda: all(target.version == version for target, _ in second), "it has caught up")
                 assert swap(first, second) == before
                 (victim,) = n1.node_of("n1").workers
                 os.kill(victim, signal.SIGKILL)

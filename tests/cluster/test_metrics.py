@@ -90,6 +90,8 @@ def test_swaps_and_faults_are_counted_while_it_is_scraped_without_pause(start_da
                 "refitd_journal_write_seconds_count": 5,  # the node's, too
                 "refitd_nodes": 1,
             }
+            # pages are made once a second
+            eventually(lambda: value(head, next(s for s in expected if "incomplete" in s)) == 1, "the end is shown")
             assert {series: value(head, series) for series in expected} == expected
             expected = {
                 'refitd_engine_pause_seconds_count{model="policy",replica="a"}': 1,

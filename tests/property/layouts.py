@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -23,6 +22,9 @@ class Fleet:
 
     rosters: list[Roster]
     shapes: dict[str, tuple[int, ...]]
+
+
+FILL = 35.25  # gaps of all tensors hold it, on both sides: one local tensor may have tiles of several
 
 
 def fleets() -> st.SearchStrategy[Fleet]:
@@ -136,9 +138,8 @@ def boxes(rng: Random, name: str, shape: tuple[int, ...], ranks: Sequence[int]) 
             step *= max(1, size[d])
         dealt[rank].append(Tile(name, offset, size, used[rank] + gap, tuple(strides)))
         used[rank] += gap + (step if 0 not in size else 0)
-    fill = zlib.crc32(name.encode()) % 256 / 4  # gaps hold it, on both sides
     return {
-        rank: meta(name, (used[rank],), rank, tiles=tuple(dealt[rank]), global_shape=shape, fill=fill) for rank in ranks
+        rank: meta(name, (used[rank],), rank, tiles=tuple(dealt[rank]), global_shape=shape, fill=FILL) for rank in ranks
     }
 
 

@@ -152,7 +152,7 @@ channel = Channel()
 print("noise goes to the log")
 with reporting(channel):
     while True:
-        match channel.next(20):
+        match channel.next(60):
             case {"command": "echo", "word": word}:
                 channel.emit("echoed", word=word)
             case {"command": "fail"}:
