@@ -85,9 +85,9 @@ class FolderPeers(EpochPeers):
 
     def close(self) -> None:
         """Remove what was sent to this worker and not read."""
-        for path in self._folder.glob(f"*-{self._names[self.index]}-*"):  # messages to this worker that it never read
-            path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # the last worker to close removes the folder
+        with contextlib.suppress(OSError):  # the last worker to close removes the folder, maybe while this one looks
+            for path in self._folder.glob(f"*-{self._names[self.index]}-*"):  # messages that it never read
+                path.unlink(missing_ok=True)
             self._folder.rmdir()
 
 
