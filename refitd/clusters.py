@@ -89,7 +89,7 @@ def load_cluster(path: str | Path) -> ClusterSpeeds:
 
 
 def at_defaults(cluster: ClusterSpeeds) -> dict[str, int | float | str]:
-    """Return the constants that the file leaves out, or sets to their defaults; words stand for those without one."""
+    """Return the constants at their defaults, with the default: a value, or words if it is no number."""
     words = {"nics_per_node": "one for each rank", "leaf_nodes": "one switch for all"}
     return {
         field.name: words.get(field.name, "no limit") if field.default is None else field.default

@@ -40,7 +40,7 @@ def keep(rows: list[dict[str, Any]]) -> None:
     (RESULTS / "versions.md").write_text(
         f"""# Versions of vLLM
 
-`scripts/try-engines --versions`: tiny models in bfloat16, vLLM's CPU wheels. Columns are those of [the zoo](zoo.md).
+`scripts/try-engines --versions`: tiny models in bfloat16, vLLM's CPU wheels. [The zoo](zoo.md) explains the columns.
 vLLM 0.26 needs torch 2.11, whose CPU build was not installed here.
 
 {table}

@@ -7,6 +7,7 @@ import fnmatch
 import importlib
 import json
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -73,7 +74,7 @@ def _ran(kind: str, tp: int, dtype: str, directory: Path) -> dict[str, Any]:
     try:
         return row | forked(run, kind, tp, dtype, directory, timeout=CASE_S, log=directory / f"{kind}-{tp}.log")
     except RuntimeError as exc:
-        return row | {"reload": f"not tried: {exc}"}
+        return row | {"reload": "not tried: " + re.sub(r" \(/\S+\)", "", str(exc))}  # without this machine's paths
 
 
 def _keep(row: dict[str, Any]) -> None:

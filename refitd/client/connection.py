@@ -147,7 +147,7 @@ class Connection:
         frame = encoded(number, message)
         until = time.monotonic() + timeout
         if isinstance(message, _UNDONE):
-            release_dropped()  # the daemon may need their memory for what is asked
+            release_dropped()  # the daemon may need their memory for the request
             self._settle(min(until, time.monotonic() + SETTLE_S))
         self._waiters[number] = answers  # before _push checks for a lost daemon: _lose wakes the waiters in this dict
         is_answered = False

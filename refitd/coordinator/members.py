@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from refitd.caches import BoundedCache
 from refitd.coordinator.descriptions import Described, Registered
-from refitd.coordinator.journals import Drained, KnownNode, LiveVersion
+from refitd.coordinator.journals import Drained, LiveVersion
 from refitd.coordinator.plans import HeldParts
 from refitd.protocol import local
 from refitd.protocol.base import PROTOCOL_VERSION
@@ -174,10 +174,6 @@ class Lost:
     def report(self, now: float) -> LostNode:
         """Return it as a report."""
         return msgspec.structs.replace(self.described, silent_s=max(0.0, now - self.last_heard))
-
-    def record(self, now: float, wall: float) -> KnownNode:
-        """Return its entry for the journal; `now` and `wall` are the same moment."""
-        return KnownNode(self.described.node, self.described, wall - (now - self.last_heard))
 
 
 class ControlStep(enum.Enum):

@@ -18,7 +18,7 @@ from refitd.coordinator.fleet import Fleet, Running, Turn
 from refitd.coordinator.journals import Drain, KnownNode, SwapRecord
 from refitd.coordinator.members import Lost, Membership, Node
 from refitd.coordinator.preparation import use_speeds
-from refitd.coordinator.registrations import forget_node, lose
+from refitd.coordinator.registrations import forget_node, lose, write_node
 from refitd.coordinator.reports import swap_progress
 from refitd.errors import ConfigError, ProtocolError, RefusedError
 from refitd.plan.cost import EQUAL, Cables
@@ -74,7 +74,7 @@ def hello(turn: Turn, event: FromNode, message: cluster.NodeHello) -> None:
         turn.log("node", node=name, pid=message.status.pid, host=message.status.host, protocol=protocol)
         here = Lost.of(node, (), "")
         if was is None or (was.described.host, was.described.pid) != (message.status.host, message.status.pid):
-            turn.effects.append(Remember(here.record(turn.now, turn.wall)))
+            write_node(turn, here)
     lives = fleet.lives
     lives.greeted(turn.now)
     changed = lives.said(turn, name, message.live)

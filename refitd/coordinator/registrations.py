@@ -289,12 +289,18 @@ def forget_node(turn: Turn, name: str, reason: str, *, event: str = "node-lost")
         remove_controller(turn, controller.id, name, f"node {name}: {reason}")
 
 
+def write_node(turn: Turn, found: Lost) -> None:
+    """Write a connected or lost node to the journal."""
+    heard = turn.wall - (turn.now - found.last_heard)
+    turn.effects.append(Remember(KnownNode(found.described.node, found.described, heard)))
+
+
 def lose(turn: Turn, lost: Lost) -> None:
     """Show a node as lost until it returns or is forgotten, also after a restart of the coordinator."""
     names = turn.fleet.lost
     names.pop(lost.described.node, None)
     names[lost.described.node] = lost
-    turn.effects.append(Remember(lost.record(turn.now, turn.wall)))
+    write_node(turn, lost)
     if len(names) > MAX_LOST:
         oldest = next(iter(names))
         del names[oldest]

@@ -428,7 +428,9 @@ class NixlPeers(EpochPeers):
             for position, peer in enumerate(self._peers):
                 if position != self.index:
                     agent.remove_remote_agent(peer.name)
+        with contextlib.suppress(Exception):  # the agent must end, and with it the reads that were given up
             self.regions.close()
+        with contextlib.suppress(Exception):
             if self._region is not None:
                 agent.deregister_memory(self._region)
         self._reads = []

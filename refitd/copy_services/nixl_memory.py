@@ -132,9 +132,11 @@ class Regions:
         return bytes(self._agent.get_partial_agent_metadata(region.handle, False, ["UCX"]))
 
     def close(self) -> None:
-        """End all registrations."""
-        for arena in list(self._of):
-            self.drop(arena)
+        """End all registrations, and forget the agent."""
+        agent, self._agent = self._agent, None
+        regions, self._of = self._of, {}
+        for region in regions.values():
+            agent.deregister_memory(region.handle)
 
     @property
     def _is_gpu(self) -> bool:

@@ -155,7 +155,7 @@ class Workers:
         )
 
     def start_due(self, now: float) -> list[int]:
-        """Start the workers whose pause is over, kill the ones that do not exit; return the ones that started."""
+        """Start workers after their pause, and kill workers that do not exit; return the started ones."""
         for process in self._processes:
             if process.exit_fd >= 0 and not process.lost and now >= process.exits_by:
                 process.popen.kill()

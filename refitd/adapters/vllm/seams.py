@@ -34,7 +34,7 @@ log = logging.getLogger("vllm.refitd")
 
 @dataclass(frozen=True)
 class Seams:
-    """What differs between versions of vLLM.
+    """The differences between versions of vLLM.
 
     Attributes:
         keep_experts: makes mixtures of experts on CPUs leave their weights in place.
@@ -55,7 +55,7 @@ TABLE = {
     (0, 32): Seams(kept_weights.keep_experts, reports=True),
 }
 
-# The patched functions that this vLLM lacks: `open_seams` patches.
+# The functions that `open_seams` would patch and this vLLM lacks.
 missing: list[str] = []
 
 # How long a process of a CPU engine sleeps between two checks for the next message.
